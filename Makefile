@@ -1,0 +1,34 @@
+# Everything a contributor does. Each command makes .venv and installs what it needs.
+
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: demo test lint bench wheel clean
+
+demo: .venv/installed-examples
+	$(BIN)/python examples/train_digits.py
+
+test: .venv/installed-dev lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed-dev
+	$(BIN)/python benchmarks/batch_norm.py
+
+wheel: .venv/installed-dev
+	$(BIN)/python -m build
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# One stamp file for each set of extras; CUNORM_EXTRAS adds to them (cuda12, say).
+.venv/installed-%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*$(if $(CUNORM_EXTRAS),$(comma)$(CUNORM_EXTRAS))]"
+	touch $@
+
+comma := ,

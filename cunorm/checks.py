@@ -1,0 +1,240 @@
+"""Every argument check and its message.
+
+A message names the argument, what it got and what it expected. Checks come
+before anything is written, so a call that raises leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+_FLOAT32: np.dtype = np.dtype(np.float32)
+_FLOAT64: np.dtype = np.dtype(np.float64)
+
+_STATISTICS_DTYPES: dict[np.dtype, np.dtype] = {
+    np.dtype(np.float16): _FLOAT32,
+    _FLOAT32: _FLOAT32,
+    _FLOAT64: _FLOAT64,
+}
+
+
+def statistics_dtype(dtype: np.dtype) -> np.dtype:
+    """The accumulator type of an array type: float32, for float64 float64."""
+    return _STATISTICS_DTYPES.get(dtype, _FLOAT32)
+
+
+def _is_floating(dtype: np.dtype) -> bool:
+    # bfloat16 is known by its name, so that ml_dtypes need not be imported.
+    return dtype in _STATISTICS_DTYPES or bool(dtype.name == "bfloat16")
+
+
+def floating(name: str, array: np.ndarray) -> None:
+    """The array's dtype is one that kernels exist for."""
+    if not _is_floating(array.dtype):
+        raise TypeError(
+            f"{name}: expected dtype float16, bfloat16, float32 or float64 in native byte order, "
+            f"got {array.dtype}"
+        )
+
+
+def floating_dtype(name: str, dtype: Any) -> np.dtype:
+    """A dtype, or the name of one, that kernels exist for."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        import ml_dtypes
+
+        dtype = ml_dtypes.bfloat16
+    known: np.dtype | None
+    try:
+        known = np.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not _is_floating(known):
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {dtype!r}")
+    return known
+
+
+@lru_cache(maxsize=1024)
+def channels(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, channel_axis: int
+) -> tuple[int, int, int]:
+    """(channel axis from the front, number of channels, elements a channel) of an input."""
+    if not _is_floating(dtype):
+        raise TypeError(
+            f"{name}: expected dtype float16, bfloat16, float32 or float64 in native byte order, "
+            f"got {dtype}"
+        )
+    ndim = len(shape)
+    if ndim < 2:
+        raise ValueError(f"{name}: expected at least 2 dimensions, got shape {shape}")
+    if not -ndim <= channel_axis < ndim:
+        raise ValueError(
+            f"channel_axis: expected {-ndim} to {ndim - 1} for {name} of shape {shape}, "
+            f"got {channel_axis}"
+        )
+    axis = channel_axis % ndim
+    return axis, shape[axis], math.prod(shape[:axis]) * math.prod(shape[axis + 1 :])
+
+
+def per_channel(name: str, array: np.ndarray | None, number: int, dtype: np.dtype) -> None:
+    """A parameter or statistic has one value a channel, no narrower than the data."""
+    if array is None:
+        return
+    if array.shape != (number,):
+        raise ValueError(
+            f"{name}: expected shape ({number},), one value a channel, got {array.shape}"
+        )
+    if array.dtype != dtype and (not _is_floating(array.dtype) or array.itemsize <= dtype.itemsize):
+        raise TypeError(
+            f"{name}: expected dtype {dtype} (that of the data) or a wider floating type, "
+            f"got {array.dtype}"
+        )
+
+
+def statistic(name: str, array: np.ndarray, number: int) -> None:
+    """A statistic has one value a channel, of any floating type."""
+    if array is None:
+        raise TypeError(f"{name}: expected an array of shape ({number},), got None")
+    if array.shape != (number,):
+        raise ValueError(
+            f"{name}: expected shape ({number},), one value a channel, got {array.shape}"
+        )
+    floating(name, array)
+
+
+def writable(name: str, array: np.ndarray | None) -> None:
+    """The array can be updated in place."""
+    if array is not None and not array.flags.writeable:
+        raise ValueError(
+            f"{name}: expected a writable array to update in place, got a read-only one"
+        )
+
+
+def output(
+    out: np.ndarray | None, like: np.ndarray, may_be: Sequence[str], **inputs: np.ndarray | None
+) -> None:
+    """``out`` has shape and dtype of ``like`` and lies apart from the inputs.
+
+    It may be the very same array as one of those named in ``may_be``.
+    """
+    if out is None:
+        return
+    if out.shape != like.shape:
+        raise ValueError(f"out: expected shape {like.shape}, got {out.shape}")
+    if out.dtype != like.dtype:
+        raise TypeError(f"out: expected dtype {like.dtype}, got {out.dtype}")
+    writable("out", out)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.strides, out.shape, strict=True)):
+        raise ValueError("out: expected an array of its own elements, got a broadcast one")
+    address = out.__array_interface__["data"][0]
+    for name, array in inputs.items():
+        if array is None or not np.may_share_memory(out, array):
+            continue
+        if name in may_be and (
+            array.__array_interface__["data"][0] == address and array.strides == out.strides
+        ):
+            continue
+        if np.shares_memory(out, array):
+            same = f" unless it is {name} itself" if name in may_be else ""
+            raise ValueError(
+                f"out: expected memory apart from {name}{same}, got an array that overlaps it"
+            )
+
+
+def same_as_input(name: str, array: np.ndarray, x: np.ndarray) -> None:
+    """A gradient has shape and dtype of x."""
+    if array.shape != x.shape:
+        raise ValueError(f"{name}: expected the shape of x, {x.shape}, got {array.shape}")
+    if array.dtype != x.dtype:
+        raise TypeError(f"{name}: expected the dtype of x, {x.dtype}, got {array.dtype}")
+
+
+def integer(name: str, value: Any) -> int:
+    """A Python or NumPy integer."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    return int(value.__index__())
+
+
+def _real(name: str, value: Any, expected: str) -> float:
+    if type(value) is not float and (
+        isinstance(value, (bool, np.bool_)) or not isinstance(value, Real)
+    ):
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    return float(value)
+
+
+def not_negative(name: str, value: Any) -> float:
+    """A finite number of at least zero."""
+    number = _real(name, value, "a number of at least 0")
+    if not 0.0 <= number < math.inf:
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    return number
+
+
+def _fraction(name: str, value: Any) -> float:
+    number = _real(name, value, "a number from 0 to 1")
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {value!r}")
+    return number
+
+
+def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel: int = 3) -> float:
+    """Weight of the new batch in the running statistics, from either way to give it."""
+    if momentum is None:
+        if exponential_average_factor is None:
+            return 0.1
+        return _fraction("exponential_average_factor", exponential_average_factor)
+    if exponential_average_factor is not None:
+        raise ValueError(
+            "momentum and exponential_average_factor: expected one of them at most, "
+            f"got {momentum!r} and {exponential_average_factor!r}; "
+            "momentum is 1 - exponential_average_factor"
+        )
+    kept = _fraction("momentum", momentum)
+    if kept < 0.5:
+        warnings.warn(
+            f"momentum={momentum!r} is the weight kept on the old running statistics (Keras' "
+            "convention); PyTorch calls the weight of the new batch momentum. For PyTorch's "
+            f"meaning pass exponential_average_factor={momentum!r}",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+    return 1.0 - kept
+
+
+def mask(output_mask: Any) -> tuple[bool, bool, bool]:
+    """Three booleans."""
+    try:
+        wanted = tuple(output_mask)
+    except TypeError:
+        wanted = ()
+    if len(wanted) != 3 or not all(isinstance(flag, (bool, np.bool_)) for flag in wanted):
+        raise ValueError(
+            f"output_mask: expected three booleans, for dx, dweight and dbias, got {output_mask!r}"
+        )
+    return bool(wanted[0]), bool(wanted[1]), bool(wanted[2])
+
+
+def several_values(count: int, shape: tuple[int, ...]) -> None:
+    """A variance can be taken: more than one value a channel, or no data at all."""
+    if count == 1:
+        raise ValueError(
+            "x: expected more than 1 value per channel when training, "
+            f"got input shape {shape}, whose variance is zero by construction"
+        )
+
+
+def correctable(count: int, correction: float) -> None:
+    """The variance's divisor, count - correction, is positive."""
+    if count <= correction:
+        raise ValueError(
+            f"correction: expected less than the {count} values a channel that the variance "
+            f"is taken over, got {correction:g}"
+        )

@@ -1,0 +1,79 @@
+"""What this installation can use."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from typing import TextIO
+
+from . import arrays
+from .cpu.threads import get_num_threads
+
+__all__ = ["is_available", "show_config"]
+
+
+def is_available(backend: str) -> bool:
+    """Whether arrays of a backend, ``"cpu"`` or ``"cuda"``, can be computed with here.
+
+    Raises
+    ------
+    ValueError
+        For any other name.
+    """
+    if backend not in ("cpu", "cuda"):
+        raise ValueError(f'backend: expected "cpu" or "cuda", got {backend!r}')
+    return backend == "cpu" or arrays.cuda_missing() is None
+
+
+def show_config(file: TextIO | None = None) -> None:
+    """Print versions, processors, threads and backends; for a missing one, why.
+
+    Parameters
+    ----------
+    file : text stream, optional
+        Standard output if not given.
+    """
+    lines = [
+        ("cunorm", metadata_version("cunorm")),
+        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        *((name, metadata_version(name)) for name in ("numpy", "numba", "ml_dtypes")),
+        ("cupy", _cupy_version()),
+        ("processor", _processor()),
+        ("threads", f"{get_num_threads()} (cunorm.set_num_threads, CUNORM_NUM_THREADS)"),
+        ("cpu backend", "available"),
+        ("cuda backend", _availability(arrays.cuda_missing())),
+    ]
+    width = max(len(name) for name, _ in lines)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in lines), file=file or sys.stdout)
+
+
+def metadata_version(name: str) -> str:
+    """Version of an installed distribution, without importing it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cupy_version() -> str:
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        version = metadata_version(name)
+        if version != "not installed":
+            return f"{version} ({name})"
+    return "not installed"
+
+
+def _availability(missing: str | None) -> str:
+    return "available" if missing is None else f"missing: {missing}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,221 @@
+"""How a kernel reads, writes and adds single elements of a flat array.
+
+Numba has no 16-bit float type on the CPU, so float16 travels as uint16 and
+bfloat16 as int16: the integer type alone tells `load` and `store` which
+conversion to compile. Elements widen to the accumulator type (float32, for
+float64 arrays float64) in registers.
+
+The accesses are bare: no wraparound of negative indices, no bounds check.
+That is what lets LLVM turn the loops around them into plain vector code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+_FLOAT16 = types.uint16
+_BFLOAT16 = types.int16
+
+#: What every kernel and every function it calls is compiled with. Contraction
+#: to fused multiply-adds is the only liberty: reassociation would turn
+#: sum(x - pivot) into sum(x) - n * pivot, and the digits would be gone.
+_OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+
+#: A function that kernels call, compiled into them.
+device_function = njit(**_OPTIONS)
+
+#: A function that Python calls: compiled once per machine, then cached on disk.
+kernel = njit(cache=True, **_OPTIONS)
+
+
+def _accumulator(dtype):
+    return types.float64 if dtype == types.float64 else types.float32
+
+
+def _address(context, builder, array_type, array, index):
+    struct = context.make_array(array_type)(context, builder, array)
+    return builder.gep(struct.data, [index], inbounds=True)
+
+
+def _alias_scope(module):
+    """The scope of what `load` reads, which no `store` changes before its time.
+
+    An output may be the input itself, but an element is then read before the
+    same element is written. Saying so spares the loops a test for overlap and
+    keeps calls in place vectorized.
+    """
+    domain = module.add_metadata(["cunorm"])
+    scope = module.add_metadata(["cunorm elements", domain])
+    return module.add_metadata([scope])
+
+
+def _widen(builder, dtype, value):
+    if dtype == _FLOAT16:
+        return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+    if dtype == _BFLOAT16:
+        word = builder.zext(value, ir.IntType(32))
+        return builder.bitcast(builder.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+    return value
+
+
+def _narrow(builder, dtype, value):
+    if dtype == _FLOAT16:
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+    if dtype == _BFLOAT16:
+        # Round to nearest even by hand: the hardware's instruction flushes
+        # subnormals. A NaN keeps its upper bits and is made quiet.
+        word = ir.IntType(32)
+        bits = builder.bitcast(value, word)
+        upper = builder.lshr(bits, word(16))
+        odd = builder.and_(upper, word(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+        quiet = builder.or_(upper, word(0x40))
+        chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+        return builder.trunc(chosen, ir.IntType(16))
+    return value
+
+
+def _define_load(constant):
+    def typer(typing_context, array, index):
+        def generate(context, builder, signature, arguments):
+            value = builder.load(_address(context, builder, signature.args[0], *arguments))
+            if constant:
+                value.set_metadata("alias.scope", _alias_scope(builder.module))
+            return _widen(builder, array.dtype, value)
+
+        return _accumulator(array.dtype)(array, types.intp), generate
+
+    return typer
+
+
+#: ``load(array, index)``: an element of an input, widened to the accumulator type.
+load = intrinsic(_define_load(constant=True))
+
+#: The same from a working array that the kernel itself writes.
+load_scratch = intrinsic(_define_load(constant=False))
+
+
+def _define_store(streaming):
+    def typer(typing_context, array, index, value):
+        def generate(context, builder, signature, arguments):
+            data, position, number = arguments
+            address = _address(context, builder, signature.args[0], data, position)
+            narrow = _narrow(builder, array.dtype, number)
+            instruction = builder.store(narrow, address, align=64 if streaming else None)
+            instruction.set_metadata("noalias", _alias_scope(builder.module))
+            if streaming:
+                one = ir.Constant(ir.IntType(32), 1)
+                instruction.set_metadata("nontemporal", builder.module.add_metadata([one]))
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, _accumulator(array.dtype)), generate
+
+    return typer
+
+
+#: ``store(array, index, value)``: write a value of the accumulator type.
+store = intrinsic(_define_store(streaming=False))
+
+#: The same past the caches, for outputs that do not fit in them. The loop must
+#: start on a 64-byte boundary: the vector stores it becomes rely on that.
+store_streaming = intrinsic(_define_store(streaming=True))
+
+
+@intrinsic
+def accumulate(typing_context, total, term):
+    """``total + term`` in an order that the compiler may choose.
+
+    The order is fixed when the loop is compiled: the same machine always adds
+    the same numbers in the same order.
+    """
+
+    def generate(context, builder, signature, arguments):
+        return builder.fadd(*arguments, flags=("reassoc", "contract"))
+
+    return total(total, total), generate
+
+
+@intrinsic
+def as_accumulator(typing_context, array, value):
+    """A float64 value rounded to the accumulator type of ``array``."""
+    accumulator = _accumulator(array.dtype)
+
+    def generate(context, builder, signature, arguments):
+        if accumulator == types.float64:
+            return arguments[1]
+        return builder.fptrunc(arguments[1], ir.FloatType())
+
+    return accumulator(array, types.float64), generate
+
+
+@intrinsic
+def next_task(typing_context, counter):
+    """Take the next task number: an atomic ``counter[0]++`` that returns the old value."""
+
+    def generate(context, builder, signature, arguments):
+        struct = context.make_array(signature.args[0])(context, builder, arguments[0])
+        one = ir.Constant(ir.IntType(64), 1)
+        return builder.atomic_rmw("add", struct.data, one, "monotonic")
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def _address_of(typing_context, array, index):
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature.args[0], *arguments)
+        return builder.ptrtoint(address, ir.IntType(64))
+
+    return types.int64(array, types.intp), generate
+
+
+@device_function
+def streaming_range(array, start, end):
+    """The part of [start, end) that is whole cache lines; empty unless they are many.
+
+    A line written in part by streaming stores costs more than it saves.
+    """
+    misaligned = _address_of(array, start) & 63
+    first = start + ((64 - misaligned) & 63) // array.itemsize
+    line = 64 // array.itemsize
+    if end - first < 8 * line:
+        return end, end
+    return first, first + (end - first) // line * line
+
+
+def scratch(x, size):
+    """A working array of ``size`` elements of the accumulator type of ``x``."""
+    raise TypeError("for kernels only")
+
+
+@overload(scratch)
+def _scratch(x, size):
+    dtype = np.float64 if x.dtype == types.float64 else np.float32
+    return lambda x, size: np.empty(size, dtype)  # noqa: ARG005
+
+
+class _Writable:
+    """The memory of an array, said to be writable."""
+
+    def __init__(self, array):
+        self.array = array
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def flat(array: np.ndarray) -> np.ndarray:
+    """A C-contiguous array as the kernels take it: one axis, half types as integers.
+
+    A read-only array becomes one that looks writable, because Numba would
+    compile every kernel anew for it. Kernels write to outputs alone.
+    """
+    array = array.reshape(-1)
+    if array.itemsize == 2:
+        array = array.view(np.uint16 if array.dtype == np.float16 else np.int16)
+    if not array.flags.writeable:
+        array = np.asarray(_Writable(array))
+    return array

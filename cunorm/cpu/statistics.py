@@ -1,0 +1,369 @@
+"""Mean and centred sum of squares of every channel.
+
+A chunk is read twice while it is in a near cache: once for its mean, about a
+pivot taken from its own data so that a large common offset costs no digits,
+and once for the sums of (x - mean) and (x - mean)^2, the first of which
+corrects what the rounding of the mean left over (Chan, Golub and LeVeque,
+"Algorithms for computing the sample variance", 1983, eq. 1.7). Chunks are
+merged in float64 (their eq. 2.1). A constant channel has exactly its value as
+mean and exactly zero as sum of squares.
+
+`moments` is the verb; the device functions also serve the fused forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .. import running
+from ..checks import statistics_dtype
+from ..geometry import Geometry
+from .elements import (
+    accumulate,
+    as_accumulator,
+    device_function,
+    flat,
+    kernel,
+    load,
+    load_scratch,
+    next_task,
+    scratch,
+    store,
+)
+from .plan import Columns, Segments, plan
+from .threads import run
+
+__all__ = ["moments"]
+
+
+@device_function
+def _pivot(x, i):
+    """An element to measure the others from; an infinite one would make every sum NaN."""
+    value = load(x, i)
+    return value if math.isfinite(value) else as_accumulator(x, 0.0)
+
+
+@device_function
+def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
+    """Mean and m2 of two sets together, of which b is not empty."""
+    if count_a == 0:
+        return mean_b, m2_b
+    delta = mean_b - mean_a
+    share = count_b / (count_a + count_b)
+    mean = mean_a + delta * share
+    m2 = m2_a + m2_b + delta * delta * (count_a * share)
+    # Infinity stays infinity; infinities of both signs make NaN.
+    return mean if math.isfinite(delta) else mean_a + mean_b, m2
+
+
+@device_function
+def _corrected(center, total, squares, count):
+    """Mean and m2 from the sums of (x - center) and (x - center)^2."""
+    correction = total / count
+    mean = center + correction if math.isfinite(center) else center
+    return mean, squares - total * correction
+
+
+# --- segments: a channel is `outer` runs of `inner` elements ------------------
+
+
+@device_function
+def _run_sum(x, start, length, pivot):
+    total = as_accumulator(x, 0.0)
+    for i in range(start, start + length):
+        total = accumulate(total, load(x, i) - pivot)
+    return total
+
+
+@device_function
+def _run_squares(x, start, length, center):
+    total = as_accumulator(x, 0.0)
+    squares = as_accumulator(x, 0.0)
+    for i in range(start, start + length):
+        deviation = load(x, i) - center
+        total = accumulate(total, deviation)
+        squares = accumulate(squares, deviation * deviation)
+    return total, squares
+
+
+@device_function
+def _segments_chunk(x, start, stride, rows, length):
+    """Mean and m2 of a chunk: `rows` runs of `length` elements, `stride` apart."""
+    count = np.float64(rows * length)
+    pivot = _pivot(x, start)
+    total = 0.0
+    for row in range(rows):
+        total += _run_sum(x, start + row * stride, length, pivot)
+    center = as_accumulator(x, pivot + total / count)
+    total = 0.0
+    squares = 0.0
+    for row in range(rows):
+        run_total, run_squares = _run_squares(x, start + row * stride, length, center)
+        total += run_total
+        squares += run_squares
+    return _corrected(np.float64(center), total, squares, count)
+
+
+@device_function
+def segments_part(x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part):
+    """(count, mean, m2) of one part of the channel that begins at `base`."""
+    pieces = -(-inner // chunk_length)
+    chunks = -(-outer // chunk_rows) * pieces
+    count, mean, m2 = 0.0, 0.0, 0.0
+    for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
+        row = chunk // pieces * chunk_rows
+        offset = chunk % pieces * chunk_length
+        rows = min(chunk_rows, outer - row)
+        length = min(chunk_length, inner - offset)
+        start = base + row * stride + offset
+        chunk_mean, chunk_m2 = _segments_chunk(x, start, stride, rows, length)
+        size = np.float64(rows * length)
+        mean, m2 = merge_moments(count, mean, m2, size, chunk_mean, chunk_m2)
+        count += size
+    return count, mean, m2
+
+
+@kernel
+def _moments_segments(
+    counter, tasks, x, partials, batch, outer, group, inner,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
+):  # fmt: skip
+    """A task is `task_units` parts; `partials[statistic, part]` gets (count, mean, m2)."""
+    units = batch * group * parts
+    stride = group * inner
+    task = next_task(counter)
+    while task < tasks:
+        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
+            statistic, part = unit // parts, unit % parts
+            base = (statistic // group * outer * group + statistic % group) * inner
+            count, mean, m2 = segments_part(
+                x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part
+            )
+            partials[statistic, part, 0] = count
+            partials[statistic, part, 1] = mean
+            partials[statistic, part, 2] = m2
+        task = next_task(counter)
+
+
+# --- columns: rows of positions, each with moments of its own -----------------
+
+
+@device_function
+def _columns_chunk(x, start, stride, rows, width, count, center, total, squares, mean, m2):
+    """Merge `rows` rows into the moments that `width` positions have of `count` rows before.
+
+    Four rows are added before they meet the running sums, to spare loads and stores.
+    """
+    zero = as_accumulator(x, 0.0)
+    for p in range(width):
+        store(center, p, _pivot(x, start + p))
+        store(total, p, zero)
+        store(squares, p, zero)
+    fours = rows // 4 * 4
+    for row in range(0, fours, 4):
+        a = start + row * stride
+        b, c, d = a + stride, a + 2 * stride, a + 3 * stride
+        for p in range(width):
+            pivot = load_scratch(center, p)
+            low = (load(x, a + p) - pivot) + (load(x, b + p) - pivot)
+            high = (load(x, c + p) - pivot) + (load(x, d + p) - pivot)
+            store(total, p, load_scratch(total, p) + (low + high))
+    for row in range(fours, rows):
+        a = start + row * stride
+        for p in range(width):
+            deviation = load(x, a + p) - load_scratch(center, p)
+            store(total, p, load_scratch(total, p) + deviation)
+    reciprocal = 1.0 / rows
+    for p in range(width):
+        shift = np.float64(load_scratch(total, p)) * reciprocal
+        store(center, p, as_accumulator(x, np.float64(load_scratch(center, p)) + shift))
+        store(total, p, zero)
+    for row in range(0, fours, 4):
+        a = start + row * stride
+        b, c, d = a + stride, a + 2 * stride, a + 3 * stride
+        for p in range(width):
+            middle = load_scratch(center, p)
+            da, db = load(x, a + p) - middle, load(x, b + p) - middle
+            dc, dd = load(x, c + p) - middle, load(x, d + p) - middle
+            store(total, p, load_scratch(total, p) + ((da + db) + (dc + dd)))
+            sums = (da * da + db * db) + (dc * dc + dd * dd)
+            store(squares, p, load_scratch(squares, p) + sums)
+    for row in range(fours, rows):
+        a = start + row * stride
+        for p in range(width):
+            deviation = load(x, a + p) - load_scratch(center, p)
+            store(total, p, load_scratch(total, p) + deviation)
+            store(squares, p, load_scratch(squares, p) + deviation * deviation)
+    for p in range(width):
+        chunk_mean, chunk_m2 = _corrected(
+            np.float64(load_scratch(center, p)),
+            np.float64(load_scratch(total, p)),
+            np.float64(load_scratch(squares, p)),
+            np.float64(rows),
+        )
+        merged_mean, merged_m2 = merge_moments(
+            np.float64(count), load_scratch(mean, p), load_scratch(m2, p),
+            np.float64(rows), chunk_mean, chunk_m2,
+        )  # fmt: skip
+        store(mean, p, merged_mean)
+        store(m2, p, merged_m2)
+
+
+@device_function
+def columns_part(
+    x, start, stride, rows, width, tail_width, chunk_rows, center, total, squares, mean, m2
+):
+    """Moments of `width` positions over `rows` rows and, left of `tail_width`, one more."""
+    for row in range(0, rows, chunk_rows):
+        _columns_chunk(
+            x, start + row * stride, stride, min(chunk_rows, rows - row), width,
+            row, center, total, squares, mean, m2,
+        )  # fmt: skip
+    if tail_width > 0:
+        _columns_chunk(
+            x, start + rows * stride, stride, 1, tail_width,
+            rows, center, total, squares, mean, m2,
+        )  # fmt: skip
+
+
+@device_function
+def channel_of_columns(channel, channels, fold, inner, rows, tail_width, mean, m2):
+    """(count, mean, m2) of a channel from the moments of its positions.
+
+    Position p of a block belongs to channel p // inner % channels.
+    """
+    pivot = mean[channel * inner]
+    if not math.isfinite(pivot):
+        pivot = 0.0
+    count, total = 0.0, 0.0
+    for copy in range(fold):
+        first = (copy * channels + channel) * inner
+        for p in range(first, first + inner):
+            weight = np.float64(rows + (p < tail_width))
+            count += weight
+            total += weight * (mean[p] - pivot)
+    center = pivot + total / count
+    squares = 0.0
+    for copy in range(fold):
+        first = (copy * channels + channel) * inner
+        for p in range(first, first + inner):
+            deviation = mean[p] - center
+            squares += m2[p] + np.float64(rows + (p < tail_width)) * (deviation * deviation)
+    return count, center, squares
+
+
+@kernel
+def _moments_columns(
+    counter, tasks, x, partials,
+    batch, outer, group, inner,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
+):  # fmt: skip
+    """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
+    blocks = -(-group // block_channels)
+    most = fold * block_channels * inner
+    center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
+    mean, m2 = np.empty(most), np.empty(most)
+    stride = fold * group * inner
+    task = next_task(counter)
+    while task < tasks:
+        block = task % blocks
+        part = task // blocks % parts
+        entry = task // (blocks * parts)
+        first = block * block_channels
+        channels = min(block_channels, group - first)
+        first_row = part * part_rows
+        part_height = min(part_rows, rows - first_row)
+        tail_width = tail_rows * group * inner if part == parts - 1 else 0
+        start = (entry * outer * group + first) * inner + first_row * stride
+        columns_part(
+            x, start, stride, part_height, fold * channels * inner, tail_width, chunk_rows,
+            center, total, squares, mean, m2,
+        )  # fmt: skip
+        for channel in range(channels):
+            statistic = entry * group + first + channel
+            count, channel_mean, channel_m2 = channel_of_columns(
+                channel, channels, fold, inner, part_height, tail_width, mean, m2
+            )
+            partials[statistic, part, 0] = count
+            partials[statistic, part, 1] = channel_mean
+            partials[statistic, part, 2] = channel_m2
+        task = next_task(counter)
+
+
+@device_function
+def merge_parts(partials, statistic):
+    """(count, mean, m2) of a channel: its parts in order."""
+    count, mean, m2 = 0.0, 0.0, 0.0
+    for part in range(partials.shape[1]):
+        size = partials[statistic, part, 0]
+        mean, m2 = merge_moments(
+            count, mean, m2, size, partials[statistic, part, 1], partials[statistic, part, 2]
+        )
+        count += size
+    return count, mean, m2
+
+
+@kernel
+def _finish_moments(partials, mean, m2):
+    for statistic in range(partials.shape[0]):
+        _, channel_mean, channel_m2 = merge_parts(partials, statistic)
+        store(mean, statistic, as_accumulator(mean, channel_mean))
+        store(m2, statistic, as_accumulator(m2, channel_m2))
+
+
+_MOMENTS = {Segments: _moments_segments, Columns: _moments_columns}
+
+
+def partial_moments(x, geometry: Geometry):
+    """(count, mean, m2) in float64 of every part of every channel: (statistics, parts, 3)."""
+    cut = plan(geometry, x.itemsize, 1)
+    partials = np.empty((geometry.statistics, cut.parts, 3))
+    run(_MOMENTS[type(cut)], cut.tasks, x.nbytes, flat(x), partials, *geometry, *cut.arguments)
+    return partials
+
+
+def moments(x, geometry: Geometry):
+    """Mean and centred sum of squares (m2) of every channel, in the accumulator type."""
+    mean, m2 = np.empty((2, geometry.statistics), statistics_dtype(x.dtype))
+    _finish_moments(partial_moments(x, geometry), mean, m2)
+    return mean, m2
+
+
+# --- running statistics -------------------------------------------------------
+
+_blend = device_function(running.blend)
+
+
+@kernel
+def _blend_running(values, batch, scale, factor):
+    for i in range(values.size):
+        new = _blend(
+            np.float64(load_scratch(values, i)), np.float64(load(batch, i)) * scale, factor
+        )
+        store(values, i, as_accumulator(values, new))
+
+
+def update_running(values, batch, scale, factor):
+    """Values = values * (1 - factor) + (batch * scale) * factor, in place, any strides."""
+    if values.flags.c_contiguous and values.flags.aligned:
+        _blend_running(flat(values), flat(batch), scale, factor)
+    else:
+        dense = values.copy()
+        _blend_running(flat(dense), flat(batch), scale, factor)
+        values[...] = dense
+
+
+@kernel
+def _inverse_deviation(var, eps, inv_std):
+    for i in range(var.size):
+        deviation = math.sqrt(np.float64(load(var, i)) + eps)
+        store(inv_std, i, as_accumulator(inv_std, 1.0 / deviation))
+
+
+def inverse_deviation(var, eps, dtype):
+    """1 / sqrt(var + eps) of every channel, in `dtype`."""
+    inv_std = np.empty(var.shape, dtype)
+    _inverse_deviation(flat(var), eps, inv_std)
+    return inv_std

@@ -1,0 +1,1 @@
+"""Norms as functions: checks, a geometry, one call of a backend."""

@@ -1,0 +1,610 @@
+"""Batch normalization, and the steps it is made of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import arrays, checks, running
+from ..arrays import Array
+from ..distributed import Moments
+from ..geometry import batch_norm_geometry
+
+__all__ = [
+    "BatchNormSaved",
+    "batch_norm_backward",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_transform",
+    "batch_norm_forward",
+    "batch_norm_statistics",
+    "batch_norm_transform",
+    "update_running_statistics",
+]
+
+
+class BatchNormSaved(NamedTuple):
+    """What `batch_norm_forward` keeps for `batch_norm_backward`.
+
+    Attributes
+    ----------
+    mean : array, shape (C,)
+        Mean that was subtracted.
+    inv_std : array, shape (C,)
+        ``1 / sqrt(var + eps)``; cuDNN's saved inverse variance.
+    residual : array, shape (C,), or None
+        What rounding to the accumulator type took from the mean.
+    training : bool
+        Whether mean and inv_std are those of the batch.
+    channel_axis : int
+    shape : tuple of int
+        Shape of x.
+    bias_dtype : dtype or None
+        Dtype that dbias will have, if a bias was given.
+    """
+
+    mean: Array
+    inv_std: Array
+    residual: Array | None
+    training: bool
+    channel_axis: int
+    shape: tuple[int, ...]
+    bias_dtype: Any
+
+
+_FORWARD_NAMES = ("x", "weight", "bias", "running_mean", "running_var", "out")
+
+
+def batch_norm_forward(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    running_mean: Array | None = None,
+    running_var: Array | None = None,
+    *,
+    training: bool = True,
+    momentum: float | None = None,
+    exponential_average_factor: float | None = None,
+    eps: float = 1e-5,
+    correction: float = 1,
+    channel_axis: int = 1,
+    out: Array | None = None,
+) -> tuple[Array, BatchNormSaved]:
+    """Normalize every channel to zero mean and unit variance, then scale and shift it.
+
+        y = (x - mean) * inv_std * weight + bias,    inv_std = 1 / sqrt(var + eps)
+
+    In training, mean and var are the mean and the biased variance of each
+    channel over all other axes of x, and the running statistics are updated in
+    place with the weight f of the new batch (n values a channel):
+
+        running_mean = running_mean * (1 - f) + mean * f
+        running_var  = running_var  * (1 - f) + var * n / (n - correction) * f
+
+    Otherwise mean and var are the running statistics. (Ioffe and Szegedy,
+    "Batch Normalization", 2015, algorithms 1 and 2.)
+
+    Parameters
+    ----------
+    x : array, shape (N, C, ...) with C at `channel_axis`; at least 2-D
+        float16, bfloat16, float32 or float64, any strides. A dense x, in
+        whatever order of its axes, is never copied.
+    weight, bias : array, shape (C,), optional
+        Dtype of x or wider. Missing, they count as 1 and 0.
+    running_mean, running_var : array, shape (C,), optional
+        Dtype of x or wider. Updated in place in training; needed otherwise.
+    training : bool
+    momentum : float, optional
+        1 - f: the weight **kept on the old** running value (Keras, Chainer's decay).
+    exponential_average_factor : float, optional
+        f: the weight **given to the new** batch (cuDNN; PyTorch's momentum).
+        Give one of the two or neither, which means f = 0.1.
+    eps : float
+        Added to the variance.
+    correction : float
+        1: unbiased running variance (PyTorch, cuDNN, TensorFlow's fused op);
+        0: biased (Keras, Flax, ONNX).
+    channel_axis : int
+        -1 for channels last.
+    out : array, optional
+        Where y goes: shape and dtype of x. May be x itself, but then x is gone
+        and `batch_norm_backward` cannot be called.
+
+    Returns
+    -------
+    y : array
+        Shape, dtype and memory order of x.
+    saved : BatchNormSaved
+        A named tuple that begins (mean, inv_std), both of shape (C,) and in
+        the accumulator type: float32, for float64 data float64. Keep it, and
+        x, for `batch_norm_backward`.
+
+    Raises
+    ------
+    ValueError
+        For shapes and values: among them one value per channel in training,
+        both of momentum and exponential_average_factor, an `out` that overlaps
+        an input in part, read-only running statistics.
+    TypeError
+        For types and dtypes.
+        Nothing has been modified then.
+
+    Warns
+    -----
+    UserWarning
+        If momentum is below 0.5: it is then most likely meant the other way round.
+
+    Notes
+    -----
+    An empty batch gives an empty y and leaves the running statistics alone.
+    Sums are taken about a pivot, in chunks that are merged in float64: data
+    whose mean is 10^4 times its standard deviation loses no digits, a constant
+    channel gives exactly `bias`.
+    """
+    (x, weight, bias, running_mean, running_var, out), export = arrays.adopt(
+        _FORWARD_NAMES, x, weight, bias, running_mean, running_var, out
+    )
+    axis, number, count = _channels("x", x, channel_axis)
+    checks.per_channel("weight", weight, number, x.dtype)
+    checks.per_channel("bias", bias, number, x.dtype)
+    checks.per_channel("running_mean", running_mean, number, x.dtype)
+    checks.per_channel("running_var", running_var, number, x.dtype)
+    factor = checks.averaging_factor(momentum, exponential_average_factor)
+    eps = checks.not_negative("eps", eps)
+    correction = checks.not_negative("correction", correction)
+    if training:
+        checks.several_values(count, x.shape)
+        checks.writable("running_mean", running_mean)
+        checks.writable("running_var", running_var)
+        if running_var is not None and count > 0:
+            checks.correctable(count, correction)
+    elif running_mean is None or running_var is None:
+        missing = "running_mean" if running_mean is None else "running_var"
+        raise ValueError(f"{missing}: expected an array when training is False, got None")
+    checks.output(
+        out, x, ("x",),
+        x=x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
+    )  # fmt: skip
+
+    dtype = checks.statistics_dtype(x.dtype)
+    bias_dtype = None if bias is None else bias.dtype
+    weight, bias = _as(weight, dtype), _as(bias, dtype)
+    operands = arrays.Operands((x,), out)
+    (source,) = operands.inputs
+    backend = arrays.cpu_backend()
+    geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
+    residual = None
+    if not training:
+        mean = _as(running_mean, dtype)
+        mean = mean.copy() if mean is running_mean else mean
+        inv_std = backend.statistics.inverse_deviation(
+            _as(running_var, running_var.dtype), eps, dtype
+        )
+        if x.size > 0:
+            backend.transform.transform(
+                source, mean, None, inv_std, weight, bias, geometry, operands.out
+            )
+    elif x.size == 0:
+        mean = np.zeros(number, dtype)
+        inv_std = backend.statistics.inverse_deviation(mean, eps, dtype)
+    else:
+        mean, inv_std, residual, var = backend.transform.normalize(
+            source, weight, bias, eps, geometry, operands.out
+        )
+        _update(backend, running_mean, running_var, mean, var, count, factor, correction)
+    saved = BatchNormSaved(
+        export(mean), export(inv_std), export(residual), training, axis, x.shape, bias_dtype
+    )
+    return export(operands.finish()), saved
+
+
+def batch_norm_backward(
+    dy: Array,
+    x: Array,
+    saved: BatchNormSaved,
+    weight: Array | None = None,
+    *,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+    out: Array | None = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Gradients of `batch_norm_forward` with respect to x, weight and bias.
+
+        dbias   = sum(dy)
+        dweight = sum(dy * (x - mean)) * inv_std
+
+    over all axes but the channels', and with n values a channel
+
+        dx = weight * inv_std * (dy - dbias / n - (x - mean) * inv_std * dweight / n)
+
+    after a forward call in training, ``dx = dy * weight * inv_std`` otherwise.
+    (Ioffe and Szegedy, "Batch Normalization", 2015, section 3.)
+
+    Parameters
+    ----------
+    dy : array
+        Gradient with respect to y: shape and dtype of x.
+    x : array
+        What `batch_norm_forward` was given.
+    saved : BatchNormSaved
+        What it returned.
+    weight : array, shape (C,), optional
+        What it was given.
+    output_mask : three bools
+        Which of dx, dweight and dbias to compute; the others are None.
+    out : array, optional
+        Where dx goes: shape and dtype of x. May be dy or x itself.
+
+    Returns
+    -------
+    dx : array or None
+        Shape, dtype and memory order of x.
+    dweight, dbias : array, shape (C,), or None
+        In the dtype of weight and bias; in the accumulator type where there is none.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `batch_norm_forward`, and if dy, x and saved do not belong together.
+    """
+    if not isinstance(saved, BatchNormSaved):
+        raise TypeError(
+            f"saved: expected what batch_norm_forward returned, got {type(saved).__name__}"
+        )
+    (dy, x, weight, out, mean, inv_std, residual), export = arrays.adopt(
+        ("dy", "x", "weight", "out", "saved.mean", "saved.inv_std", "saved.residual"),
+        dy, x, weight, out, saved.mean, saved.inv_std, saved.residual,
+    )  # fmt: skip
+    axis, number, _ = _channels("x", x, saved.channel_axis)
+    if x.shape != saved.shape:
+        raise ValueError(f"x: expected the shape of the forward call, {saved.shape}, got {x.shape}")
+    dtype = checks.statistics_dtype(x.dtype)
+    if mean.dtype != dtype:
+        raise TypeError(
+            f"x: expected the dtype of the forward call, whose statistics are {mean.dtype}, "
+            f"got {x.dtype}"
+        )
+    checks.same_as_input("dy", dy, x)
+    checks.per_channel("weight", weight, number, x.dtype)
+    want_dx, want_dweight, want_dbias = checks.mask(output_mask)
+    if out is not None and not want_dx:
+        raise ValueError("out: expected None, since output_mask leaves out dx, got an array")
+    checks.output(
+        out, x, ("x", "dy"), dy=dy, x=x, weight=weight,
+        **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
+    )  # fmt: skip
+
+    weight_dtype = dtype if weight is None else weight.dtype
+    bias_dtype = saved.bias_dtype or weight_dtype
+    weight = _as(weight, dtype)
+    backend = arrays.cpu_backend()
+    sums_wanted = want_dweight or want_dbias
+    dx = sum_dy = sum_dy_xmu = None
+    if x.size == 0:
+        sum_dy = sum_dy_xmu = np.zeros(number, dtype)
+        if want_dx:
+            dx = arrays.Operands((x,), out).finish()
+    elif want_dx:
+        uses_x = saved.training or sums_wanted
+        operands = arrays.Operands((x, dy) if uses_x else (dy,), out)
+        source, gradient = operands.inputs[0], operands.inputs[-1]
+        geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
+        if uses_x:
+            sum_dy, sum_dy_xmu = backend.backward.backward(
+                gradient, source, mean, residual, inv_std, weight, saved.training, geometry,
+                operands.out,
+            )  # fmt: skip
+        else:
+            backend.transform.transform(
+                gradient, np.zeros_like(mean), None, inv_std, weight, None, geometry, operands.out
+            )
+        dx = operands.finish()
+    elif sums_wanted:
+        order, (gradient, source) = arrays.dense((dy, x))
+        geometry = batch_norm_geometry(source.shape, order.index(axis))
+        sum_dy, sum_dy_xmu = backend.backward.reduce(gradient, source, mean, residual, geometry)
+    dweight = dbias = None
+    if want_dweight:
+        with np.errstate(over="ignore", invalid="ignore"):
+            dweight = _as(sum_dy_xmu * inv_std, weight_dtype)
+    if want_dbias:
+        dbias = _as(sum_dy, bias_dtype)
+    return export(dx), export(dweight), export(dbias)
+
+
+def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
+    """Count, mean and centred sum of squares of every channel.
+
+        mean = sum(x) / n,    m2 = sum((x - mean)^2)
+
+    over all axes but the channels'. The first step of a synchronized batch
+    norm; `merge_moments` joins the moments of several arrays.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, ...) with C at `channel_axis`; at least 2-D
+        float16, bfloat16, float32 or float64, any strides.
+    channel_axis : int
+
+    Returns
+    -------
+    Moments
+        (count, mean, m2): an int and two arrays of shape (C,) in the
+        accumulator type. An empty x has count 0 and zeros.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For shapes, and for types and dtypes.
+    """
+    (x,), export = arrays.adopt(("x",), x)
+    axis, number, count = _channels("x", x, channel_axis)
+    if x.size == 0:
+        mean, m2 = np.zeros((2, number), checks.statistics_dtype(x.dtype))
+    else:
+        order, (source,) = arrays.dense((x,))
+        geometry = batch_norm_geometry(source.shape, order.index(axis))
+        mean, m2 = arrays.cpu_backend().statistics.moments(source, geometry)
+    return Moments(count, export(mean), export(m2))
+
+
+def batch_norm_transform(
+    x: Array,
+    mean: Array,
+    inv_std: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    channel_axis: int = 1,
+    out: Array | None = None,
+) -> Array:
+    """Apply given statistics: ``y = (x - mean) * inv_std * weight + bias``.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, ...) with C at `channel_axis`; at least 2-D
+        float16, bfloat16, float32 or float64, any strides.
+    mean, inv_std : array, shape (C,)
+        Any floating dtype; used in the accumulator type.
+    weight, bias : array, shape (C,), optional
+        Dtype of x or wider.
+    channel_axis : int
+    out : array, optional
+        Where y goes; may be x itself.
+
+    Returns
+    -------
+    y : array
+        Shape, dtype and memory order of x.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For shapes and values, and for types and dtypes.
+    """
+    (x, mean, inv_std, weight, bias, out), export = arrays.adopt(
+        ("x", "mean", "inv_std", "weight", "bias", "out"), x, mean, inv_std, weight, bias, out
+    )
+    axis, number, _ = _channels("x", x, channel_axis)
+    checks.statistic("mean", mean, number)
+    checks.statistic("inv_std", inv_std, number)
+    checks.per_channel("weight", weight, number, x.dtype)
+    checks.per_channel("bias", bias, number, x.dtype)
+    checks.output(out, x, ("x",), x=x, mean=mean, inv_std=inv_std, weight=weight, bias=bias)
+
+    dtype = checks.statistics_dtype(x.dtype)
+    operands = arrays.Operands((x,), out)
+    (source,) = operands.inputs
+    if x.size > 0:
+        arrays.cpu_backend().transform.transform(
+            source, _as(mean, dtype), None, _as(inv_std, dtype), _as(weight, dtype),
+            _as(bias, dtype), batch_norm_geometry(source.shape, operands.order.index(axis)),
+            operands.out,
+        )  # fmt: skip
+    return export(operands.finish())
+
+
+def batch_norm_backward_reduce(
+    dy: Array, x: Array, mean: Array, *, channel_axis: int = 1
+) -> tuple[Array, Array]:
+    """The two sums of a batch norm's backward pass.
+
+        sum_dy = sum(dy),    sum_dy_xmu = sum(dy * (x - mean))
+
+    over all axes but the channels'. A synchronized batch norm adds these up
+    over its ranks; ``dbias = sum_dy`` and ``dweight = sum_dy_xmu * inv_std``.
+
+    Parameters
+    ----------
+    dy, x : array, shape (N, C, ...) with C at `channel_axis`; at least 2-D
+        Of one shape and dtype: float16, bfloat16, float32 or float64.
+    mean : array, shape (C,)
+        Any floating dtype; used in the accumulator type.
+    channel_axis : int
+
+    Returns
+    -------
+    sum_dy, sum_dy_xmu : array, shape (C,)
+        In the accumulator type.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For shapes, and for types and dtypes.
+    """
+    (dy, x, mean), export = arrays.adopt(("dy", "x", "mean"), dy, x, mean)
+    axis, number, _ = _channels("x", x, channel_axis)
+    checks.same_as_input("dy", dy, x)
+    checks.statistic("mean", mean, number)
+    dtype = checks.statistics_dtype(x.dtype)
+    if x.size == 0:
+        sum_dy, sum_dy_xmu = np.zeros((2, number), dtype)
+    else:
+        order, (gradient, source) = arrays.dense((dy, x))
+        geometry = batch_norm_geometry(source.shape, order.index(axis))
+        sum_dy, sum_dy_xmu = arrays.cpu_backend().backward.reduce(
+            gradient, source, _as(mean, dtype), None, geometry
+        )
+    return export(sum_dy), export(sum_dy_xmu)
+
+
+def batch_norm_backward_transform(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    inv_std: Array,
+    weight: Array | None,
+    sum_dy: Array,
+    sum_dy_xmu: Array,
+    count: int,
+    *,
+    channel_axis: int = 1,
+    out: Array | None = None,
+) -> Array:
+    """Gradient with respect to x from the sums of `batch_norm_backward_reduce`.
+
+        dx = weight * inv_std * (dy - sum_dy / n - (x - mean) * inv_std^2 * sum_dy_xmu / n)
+
+    Parameters
+    ----------
+    dy, x : array, shape (N, C, ...) with C at `channel_axis`; at least 2-D
+        Of one shape and dtype: float16, bfloat16, float32 or float64.
+    mean, inv_std : array, shape (C,)
+        Statistics that the forward pass used; any floating dtype.
+    weight : array, shape (C,), or None
+        Dtype of x or wider.
+    sum_dy, sum_dy_xmu : array, shape (C,)
+        Sums over all `count` values, on this rank and the others; any floating dtype.
+    count : int
+        n: values a channel that the statistics were taken over; at least 1.
+    channel_axis : int
+    out : array, optional
+        Where dx goes; may be dy or x itself.
+
+    Returns
+    -------
+    dx : array
+        Shape, dtype and memory order of x.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For shapes and values, and for types and dtypes.
+    """
+    (dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out), export = arrays.adopt(
+        ("dy", "x", "mean", "inv_std", "weight", "sum_dy", "sum_dy_xmu", "out"),
+        dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out,
+    )  # fmt: skip
+    axis, number, _ = _channels("x", x, channel_axis)
+    checks.same_as_input("dy", dy, x)
+    per_channel = {"mean": mean, "inv_std": inv_std, "sum_dy": sum_dy, "sum_dy_xmu": sum_dy_xmu}
+    for name, array in per_channel.items():
+        checks.statistic(name, array, number)
+    checks.per_channel("weight", weight, number, x.dtype)
+    count = checks.integer("count", count)
+    if count < 1:
+        raise ValueError(f"count: expected at least 1, got {count}")
+    checks.output(out, x, ("x", "dy"), dy=dy, x=x, weight=weight, **per_channel)
+
+    dtype = checks.statistics_dtype(x.dtype)
+    operands = arrays.Operands((x, dy), out)
+    source, gradient = operands.inputs
+    if x.size > 0:
+        arrays.cpu_backend().backward.input_gradient(
+            gradient, source, _as(mean, dtype), None, _as(inv_std, dtype), _as(weight, dtype),
+            _as(sum_dy, dtype), _as(sum_dy_xmu, dtype), count,
+            batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
+        )  # fmt: skip
+    return export(operands.finish())
+
+
+def update_running_statistics(
+    running_mean: Array | None,
+    running_var: Array | None,
+    mean: Array,
+    var: Array,
+    count: int,
+    *,
+    momentum: float | None = None,
+    exponential_average_factor: float | None = None,
+    correction: float = 1,
+) -> None:
+    """Take a batch into running statistics, in place.
+
+        running_mean = running_mean * (1 - f) + mean * f
+        running_var  = running_var  * (1 - f) + var * n / (n - correction) * f
+
+    Parameters
+    ----------
+    running_mean, running_var : array, shape (C,), or None
+        Any floating dtype, any strides. None is left out.
+    mean, var : array, shape (C,)
+        Mean and **biased** variance of the batch; any floating dtype.
+    count : int
+        n: values a channel in the batch. 0 changes nothing.
+    momentum, exponential_average_factor, correction : float
+        1 - f, or f, and the divisor's correction, as in `batch_norm_forward`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For shapes and values, and for types and dtypes; nothing has been modified then.
+    """
+    (running_mean, running_var, mean, var), _ = arrays.adopt(
+        ("running_mean", "running_var", "mean", "var"), running_mean, running_var, mean, var
+    )
+    if mean is None or mean.ndim != 1:
+        got = "None" if mean is None else f"shape {mean.shape}"
+        raise ValueError(f"mean: expected an array of shape (C,), got {got}")
+    number = mean.shape[0]
+    checks.statistic("mean", mean, number)
+    checks.statistic("var", var, number)
+    for name, array in (("running_mean", running_mean), ("running_var", running_var)):
+        if array is not None:
+            checks.statistic(name, array, number)
+            checks.writable(name, array)
+    factor = checks.averaging_factor(momentum, exponential_average_factor)
+    correction = checks.not_negative("correction", correction)
+    count = checks.integer("count", count)
+    if count < 0:
+        raise ValueError(f"count: expected at least 0, got {count}")
+    if count == 0:
+        return
+    if running_var is not None:
+        checks.correctable(count, correction)
+    _update(
+        arrays.cpu_backend(), running_mean, running_var,
+        np.ascontiguousarray(mean), np.ascontiguousarray(var), count, factor, correction,
+    )  # fmt: skip
+
+
+def _update(
+    backend: Any,
+    running_mean: np.ndarray | None,
+    running_var: np.ndarray | None,
+    mean: np.ndarray,
+    var: np.ndarray,
+    count: int,
+    factor: float,
+    correction: float,
+) -> None:
+    if running_mean is not None:
+        backend.statistics.update_running(running_mean, mean, 1.0, factor)
+    if running_var is not None:
+        scale = running.bessel(count, correction)
+        backend.statistics.update_running(running_var, var, scale, factor)
+
+
+def _channels(name: str, array: np.ndarray | None, channel_axis: Any) -> tuple[int, int, int]:
+    if array is None:
+        raise TypeError(f"{name}: expected an array, got None")
+    if type(channel_axis) is not int:
+        channel_axis = checks.integer("channel_axis", channel_axis)
+    return checks.channels(name, array.shape, array.dtype, channel_axis)
+
+
+def _as(array: np.ndarray | None, dtype: np.dtype) -> np.ndarray | None:
+    """The array in a dtype and contiguous; itself where it is so already."""
+    if array is None or (array.dtype == dtype and array.flags.c_contiguous):
+        return array
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, dtype)

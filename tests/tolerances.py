@@ -1,0 +1,118 @@
+"""How far a result may be from the float64 reference, and why.
+
+Let u be the unit roundoff of the accumulator type and v that of the array.
+A sum of n terms t_i is formed in the accumulator type over chains of at most
+k = min(n, 256) additions: a chunk of runs is 4096 elements in at least 16
+vector lanes, a chunk of columns at most 256 rows; float64 takes over from
+there. Rounding errors of a chain grow like the square root of its length with
+a probability that leaves nothing to chance (Higham and Mary, "A new approach to
+probabilistic rounding error analysis", 2019, lambda = 4), so
+
+    |error of sum t_i| <= gamma(n) * sum |t_i|,   gamma(n) = 4 * (sqrt(k) + 2) * u,
+
+the 2 for the few operations around the sum. Float64 data has no wider type to
+take over: k = n there. Its mean is rounded to float64 like everything, which
+in units of the standard deviation makes an error of u * |mean| / std; for the
+other types the rounded part is kept and made up for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference import Backward, Forward, per_channel, reduced_axes
+
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 5e-324}
+
+
+def roundoff(dtype):
+    """Largest relative error of rounding to a dtype."""
+    return ROUNDOFF[np.dtype(dtype).name]
+
+
+def gamma(count, dtype):
+    """Relative error of a sum of `count` terms of an array type."""
+    if np.dtype(dtype) == np.float64:
+        return 4 * (np.sqrt(count) + 2) * roundoff(np.float64)
+    return 4 * (np.sqrt(min(count, 256)) + 2) * roundoff(np.float32)
+
+
+def _rounded(values, dtype):
+    return roundoff(dtype) * np.abs(values) + SMALLEST[np.dtype(dtype).name]
+
+
+def _offset(result: Forward, dtype):
+    """Error of the rounded mean in units of the standard deviation."""
+    if np.dtype(dtype) != np.float64:
+        return np.zeros_like(result.mean)
+    return 2 * roundoff(np.float64) * np.abs(result.mean) * result.inv_std
+
+
+def mean_bound(result: Forward, count, dtype):
+    """Of the mean in the accumulator type."""
+    accumulator = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+    return gamma(count, dtype) * np.sqrt(result.var) + _rounded(result.mean, accumulator)
+
+
+def var_bound(result: Forward, count, dtype):
+    """Of the variance."""
+    shift = mean_bound(result, count, dtype) if np.dtype(dtype) == np.float64 else 0.0
+    return 2 * gamma(count, dtype) * result.var + np.square(shift)
+
+
+def inv_std_bound(result: Forward, count, dtype):
+    """Of 1 / sqrt(var + eps): half the relative error of the variance, and its rounding."""
+    return 2 * gamma(count, dtype) * result.inv_std
+
+
+def y_bound(result: Forward, weight, bias, count, dtype, channel_axis=1):
+    """Of y: its parts' relative errors, the mean's error in units of std, its own rounding."""
+    ndim = result.y.ndim
+    number = result.y.shape[channel_axis]
+    w = per_channel(np.ones(number) if weight is None else weight, ndim, channel_axis)
+    b = per_channel(np.zeros(number) if bias is None else bias, ndim, channel_axis)
+    offset = per_channel(_offset(result, dtype), ndim, channel_axis)
+    g = gamma(count, dtype)
+    bound = np.abs(w) * (g * (np.abs(result.normalized) + 1.0) + offset) + g * np.abs(b)
+    return bound + _rounded(result.y, dtype)
+
+
+def backward_bounds(gradients: Backward, result: Forward, dy, weight, count, dtype, channel_axis=1):
+    """Of dx, dweight and dbias."""
+    ndim = dy.ndim
+    axes = reduced_axes(ndim, channel_axis)
+    number = dy.shape[channel_axis]
+
+    def spread(values):
+        return per_channel(values, ndim, channel_axis)
+
+    g = gamma(count, dtype)
+    offset = _offset(result, dtype)
+    dy = np.abs(np.asarray(dy).astype(np.float64))
+    normalized = np.abs(result.normalized)
+    w = np.abs(np.ones(number) if weight is None else np.asarray(weight).astype(np.float64))
+    sum_dy = dy.sum(axes)
+    sum_product = (dy * normalized).sum(axes)
+    dweight = 2 * g * sum_product + (g + offset) * sum_dy
+    dbias = g * sum_dy
+    share = (g + spread(offset)) * (1 + normalized) * spread((sum_product + sum_dy) / max(count, 1))
+    dx = spread(w * result.inv_std) * (g * dy + 2 * share) + _rounded(gradients.dx, dtype)
+    return Backward(dx, dweight, dbias)
+
+
+def assert_within(actual, expected, bound, what):
+    """Every element is within its bound; NaN and infinity where the reference has them."""
+    actual = np.asarray(actual).astype(np.float64)
+    expected = np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=what)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite], err_msg=what)
+    error = np.abs(actual - expected, where=finite, out=np.zeros(expected.shape))
+    ratio = np.where(finite, error / np.broadcast_to(bound, expected.shape), 0.0)
+    worst = np.unravel_index(np.argmax(ratio), ratio.shape) if ratio.size else ()
+    assert ratio.size == 0 or ratio[worst] <= 1.0, (
+        f"{what}: {actual[worst]} instead of {expected[worst]} at {worst}, "
+        f"{ratio[worst]:.3g} times the bound"
+    )
