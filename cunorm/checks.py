@@ -83,16 +83,19 @@ def channels(
 
 
 def per_channel(name: str, array: np.ndarray | None, number: int, dtype: np.dtype) -> None:
-    """A parameter or statistic has one value a channel, no narrower than the data."""
+    """A parameter or running statistic: one value a channel, in a dtype fit for the data.
+
+    Half types are fit for data of the same type only.
+    """
     if array is None:
         return
     if array.shape != (number,):
         raise ValueError(
             f"{name}: expected shape ({number},), one value a channel, got {array.shape}"
         )
-    if array.dtype != dtype and (not _is_floating(array.dtype) or array.itemsize <= dtype.itemsize):
+    if array.dtype != dtype and array.dtype != _FLOAT32 and array.dtype != _FLOAT64:
         raise TypeError(
-            f"{name}: expected dtype {dtype} (that of the data) or a wider floating type, "
+            f"{name}: expected dtype {dtype} (that of the data), float32 or float64, "
             f"got {array.dtype}"
         )
 
@@ -147,8 +150,10 @@ def output(
             )
 
 
-def same_as_input(name: str, array: np.ndarray, x: np.ndarray) -> None:
+def same_as_input(name: str, array: np.ndarray | None, x: np.ndarray) -> None:
     """A gradient has shape and dtype of x."""
+    if array is None:
+        raise TypeError(f"{name}: expected an array, got None")
     if array.shape != x.shape:
         raise ValueError(f"{name}: expected the shape of x, {x.shape}, got {array.shape}")
     if array.dtype != x.dtype:
@@ -185,8 +190,11 @@ def _fraction(name: str, value: Any) -> float:
     return number
 
 
-def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel: int = 3) -> float:
-    """Weight of the new batch in the running statistics, from either way to give it."""
+def averaging_factor(momentum: Any, exponential_average_factor: Any) -> float:
+    """Weight of the new batch in the running statistics, from either way to give it.
+
+    To be called from the function that the user calls: a warning points there.
+    """
     if momentum is None:
         if exponential_average_factor is None:
             return 0.1
@@ -204,7 +212,7 @@ def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel:
             "convention); PyTorch calls the weight of the new batch momentum. For PyTorch's "
             f"meaning pass exponential_average_factor={momentum!r}",
             UserWarning,
-            stacklevel=stacklevel + 1,
+            stacklevel=3,
         )
     return 1.0 - kept
 

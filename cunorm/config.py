@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import sys
-from importlib import metadata
 from typing import TextIO
 
 from . import arrays
+from ._version import __version__
 from .cpu.threads import get_num_threads
 
 __all__ = ["is_available", "show_config"]
@@ -34,10 +33,12 @@ def show_config(file: TextIO | None = None) -> None:
     file : text stream, optional
         Standard output if not given.
     """
+    import platform  # these two take longer to import than the rest of cunorm
+
     lines = [
-        ("cunorm", metadata_version("cunorm")),
+        ("cunorm", __version__),
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        *((name, metadata_version(name)) for name in ("numpy", "numba", "ml_dtypes")),
+        *((name, _version(name)) for name in ("numpy", "numba", "ml_dtypes")),
         ("cupy", _cupy_version()),
         ("processor", _processor()),
         ("threads", f"{get_num_threads()} (cunorm.set_num_threads, CUNORM_NUM_THREADS)"),
@@ -48,8 +49,10 @@ def show_config(file: TextIO | None = None) -> None:
     print("\n".join(f"{name:<{width}}  {value}" for name, value in lines), file=file or sys.stdout)
 
 
-def metadata_version(name: str) -> str:
+def _version(name: str) -> str:
     """Version of an installed distribution, without importing it."""
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -58,7 +61,7 @@ def metadata_version(name: str) -> str:
 
 def _cupy_version() -> str:
     for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
-        version = metadata_version(name)
+        version = _version(name)
         if version != "not installed":
             return f"{version} ({name})"
     return "not installed"
@@ -76,4 +79,6 @@ def _processor() -> str:
                     return line.partition(":")[2].strip()
     except OSError:
         pass
+    import platform
+
     return platform.processor() or platform.machine()

@@ -90,9 +90,9 @@ def batch_norm_forward(
         float16, bfloat16, float32 or float64, any strides. A dense x, in
         whatever order of its axes, is never copied.
     weight, bias : array, shape (C,), optional
-        Dtype of x or wider. Missing, they count as 1 and 0.
+        Dtype of x, float32 or float64. Missing, they count as 1 and 0.
     running_mean, running_var : array, shape (C,), optional
-        Dtype of x or wider. Updated in place in training; needed otherwise.
+        Dtype of x, float32 or float64. Updated in place in training; needed otherwise.
     training : bool
     momentum : float, optional
         1 - f: the weight **kept on the old** running value (Keras, Chainer's decay).
@@ -366,7 +366,7 @@ def batch_norm_transform(
     mean, inv_std : array, shape (C,)
         Any floating dtype; used in the accumulator type.
     weight, bias : array, shape (C,), optional
-        Dtype of x or wider.
+        Dtype of x, float32 or float64.
     channel_axis : int
     out : array, optional
         Where y goes; may be x itself.
@@ -471,7 +471,7 @@ def batch_norm_backward_transform(
     mean, inv_std : array, shape (C,)
         Statistics that the forward pass used; any floating dtype.
     weight : array, shape (C,), or None
-        Dtype of x or wider.
+        Dtype of x, float32 or float64.
     sum_dy, sum_dy_xmu : array, shape (C,)
         Sums over all `count` values, on this rank and the others; any floating dtype.
     count : int

@@ -42,7 +42,7 @@ class BatchNorm:
     channel_axis : int
         -1 for channels last.
     dtype : dtype
-        Of parameters and running statistics: that of the data or wider.
+        Of parameters and running statistics: that of the data, float32 or float64.
 
     Attributes
     ----------

@@ -1,0 +1,142 @@
+"""Several callers at once, forked children, any number of threads."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import cunorm
+
+SHAPES = [((16, 32, 28, 28), 1), ((8, 16, 4, 4), 1), ((40_000, 32), 1), ((3, 2, 500, 500), 1)]
+
+
+def workload(seed):
+    """Results of everything, for shapes that do and do not use several threads."""
+    results = []
+    rng = np.random.default_rng(seed)
+    for shape, axis in SHAPES:
+        x, dy = rng.standard_normal((2, *shape), dtype=np.float32)
+        weight = rng.standard_normal(shape[axis], dtype=np.float32)
+        y, saved = cunorm.batch_norm_forward(x, weight, channel_axis=axis)
+        results += [y, *saved[:2], *cunorm.batch_norm_backward(dy, x, saved, weight)]
+        results += cunorm.batch_norm_statistics(x, channel_axis=axis)[1:]
+    return results
+
+
+def assert_same(a, b):
+    for left, right in zip(a, b, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_eight_callers_at_once(threads):
+    threads(4)
+    expected = [workload(seed) for seed in range(8)]
+    found = [None] * 8
+    barrier = threading.Barrier(8)
+
+    def call(seed):
+        barrier.wait()
+        for _ in range(3):
+            found[seed] = workload(seed)
+
+    callers = [threading.Thread(target=call, args=(seed,)) for seed in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(300)
+        assert not caller.is_alive()
+    for a, b in zip(expected, found, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_child(threads):
+    """A child of a process whose pool has been at work computes the same bits with its own."""
+    threads(2)
+    expected = workload(3)
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def child():
+        before = threading.active_count()
+        results = workload(3)
+        same = all(np.array_equal(a, b) for a, b in zip(expected, results, strict=True))
+        queue.put((same, threading.active_count() - before))
+
+    for _ in range(3):
+        process = context.Process(target=child)
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0
+        same, new_threads = queue.get()
+        assert same
+        assert new_threads >= 1  # the child made a pool of its own
+    assert_same(workload(3), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_fork_while_others_compute(threads):
+    threads(3)
+    expected = workload(1)
+    stop = threading.Event()
+
+    def call():
+        while not stop.is_set():
+            workload(2)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        for _ in range(5):
+            pid = os.fork()
+            if pid == 0:
+                same = all(np.array_equal(a, b) for a, b in zip(expected, workload(1), strict=True))
+                os._exit(0 if same else 3)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        stop.set()
+        caller.join(300)
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_number_of_threads_from_the_environment():
+    code = "import cunorm; print(cunorm.get_num_threads())"
+    assert run_python(code, CUNORM_NUM_THREADS="5").stdout == "5\n"
+    assert int(run_python(code, CUNORM_NUM_THREADS="").stdout) >= 1
+    for bad in ("0", "-2", "many"):
+        result = run_python(code, CUNORM_NUM_THREADS=bad)
+        assert f"expected a positive integer, got {bad!r}" in result.stderr
+
+
+def test_calls_while_the_interpreter_shuts_down():
+    """No pool can be had then; the calling thread does all the work."""
+    code = """
+import atexit, numpy as np, cunorm
+cunorm.set_num_threads(4)
+x = np.random.default_rng(0).standard_normal((64, 64, 28, 28), dtype=np.float32)
+first = cunorm.batch_norm_forward(x)[0]
+class Late:
+    def __del__(self):
+        print(np.array_equal(cunorm.batch_norm_forward(x)[0], first))
+late = Late()
+atexit.register(lambda: print(np.array_equal(cunorm.batch_norm_forward(x)[0], first)))
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("True\n"), result.stdout + result.stderr

@@ -1,0 +1,282 @@
+"""BatchNorm, the layer: its modes, its state, its cache."""
+
+import gc
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cunorm
+
+
+@pytest.fixture
+def batches(rng):
+    return [(rng.standard_normal((6, 4, 5)) * 2 + 1).astype(np.float32) for _ in range(4)]
+
+
+def snapshot(layer):
+    return {name: array.copy() for name, array in layer.state_dict().items()}
+
+
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_is_the_functions(batches, rng):
+    """Forward and backward give the bits of batch_norm_forward and batch_norm_backward."""
+    layer = cunorm.BatchNorm(4, eps=1e-3, momentum=0.9)
+    layer.weight[...], layer.bias[...] = rng.standard_normal((2, 4))
+    mean, var = np.zeros(4, np.float32), np.ones(4, np.float32)
+    for x in batches:
+        y, saved = cunorm.batch_norm_forward(
+            x, layer.weight, layer.bias, mean, var, momentum=0.9, eps=1e-3
+        )
+        np.testing.assert_array_equal(layer(x), y)
+        dx, dweight, dbias = cunorm.batch_norm_backward(y, x, saved, layer.weight)
+        np.testing.assert_array_equal(layer.backward(y), dx)
+        assert list(layer.gradients) == list(layer.parameters) == ["weight", "bias"]
+        np.testing.assert_array_equal(layer.gradients["weight"], dweight)
+        np.testing.assert_array_equal(layer.gradients["bias"], dbias)
+    np.testing.assert_array_equal(layer.running_mean, mean)
+    np.testing.assert_array_equal(layer.running_var, var)
+    assert layer.num_batches_tracked == 4
+    before = snapshot(layer)
+    y = layer.eval().forward(batches[0])
+    expected, saved = cunorm.batch_norm_forward(
+        batches[0], layer.weight, layer.bias, mean, var, training=False, eps=1e-3
+    )
+    np.testing.assert_array_equal(y, expected)
+    dx = cunorm.batch_norm_backward(y, batches[0], saved, layer.weight)[0]
+    np.testing.assert_array_equal(layer.backward(y), dx)
+    assert_same_state(layer.state_dict(), before)
+
+
+def test_parameters_are_the_arrays_themselves():
+    """An optimizer updates them in place."""
+    layer = cunorm.BatchNorm(3)
+    layer.parameters["weight"] -= 0.5
+    np.testing.assert_array_equal(layer.weight, np.full(3, 0.5, np.float32))
+
+
+def test_recomputation_leaves_running_statistics_alone(batches):
+    layer = cunorm.BatchNorm(4)
+    first = layer.forward(batches[0])
+    before = snapshot(layer)
+    again = layer.forward(batches[0], update_statistics=False)
+    np.testing.assert_array_equal(again, first)
+    assert_same_state(layer.state_dict(), before)
+    layer.backward(first)
+
+
+def test_frozen_stays_frozen(batches):
+    """Through train: the statistics stay, nothing is left to train, inference's gradient."""
+    layer = cunorm.BatchNorm(4)
+    layer(batches[0])
+    layer.backward(batches[0])
+    assert layer.gradients
+    assert layer.freeze() is layer
+    before = snapshot(layer)
+    assert layer.train() is layer
+    for x in batches:
+        y = layer(x)
+        inv_std = 1 / np.sqrt(layer.running_var + 1e-5)
+        np.testing.assert_allclose(
+            y[:, 2], (x[:, 2] - layer.running_mean[2]) * inv_std[2], rtol=1e-5, atol=1e-6
+        )
+        dx = layer.backward(x)
+        np.testing.assert_allclose(dx, x * inv_std[:, None], rtol=1e-5)
+        assert layer.parameters == layer.gradients == {}
+    assert_same_state(layer.state_dict(), before)
+    layer.unfreeze()(batches[1])
+    assert layer.num_batches_tracked == before["num_batches_tracked"] + 1
+    assert set(layer.parameters) == {"weight", "bias"}
+    with pytest.raises(ValueError, match="freeze: expected a layer with running statistics"):
+        cunorm.BatchNorm(4, track_running_statistics=False).freeze()
+
+
+def test_cumulative_average(batches):
+    """All batches weigh the same."""
+    layer = cunorm.BatchNorm(4, exponential_average_factor="cumulative")
+    for x in batches:
+        layer(x)
+    np.testing.assert_allclose(
+        layer.running_mean, np.mean([x.mean((0, 2)) for x in batches], 0), rtol=1e-5
+    )
+    variances = [x.var((0, 2), ddof=1) for x in batches]
+    np.testing.assert_allclose(layer.running_var, np.mean(variances, 0), rtol=1e-5)
+    layer(batches[0], update_statistics=False)
+    assert layer.num_batches_tracked == 4
+    layer(batches[0][:0])
+    assert layer.num_batches_tracked == 4
+
+
+def test_without_running_statistics(batches):
+    """The batch's own are used in inference too."""
+    layer = cunorm.BatchNorm(4, track_running_statistics=False)
+    y = layer(batches[0])
+    np.testing.assert_array_equal(layer.eval()(batches[0]), y)
+    assert set(layer.state_dict()) == {"weight", "bias"}
+
+
+def test_without_parameters(batches):
+    layer = cunorm.BatchNorm(4, affine=False)
+    y = layer(batches[0])
+    layer.backward(y)
+    assert layer.parameters == layer.gradients == {}
+    assert set(layer.state_dict()) == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_backward_needs_its_forward(batches):
+    layer = cunorm.BatchNorm(4)
+    with pytest.raises(RuntimeError, match="backward: expected a call of forward before"):
+        layer.backward(batches[0])
+    layer(batches[0])
+    with pytest.raises(ValueError, match="dy: expected the shape of x"):
+        layer.backward(batches[0][:2])
+    layer.backward(batches[0])  # the failed call changed nothing
+    with pytest.raises(RuntimeError, match="backward: expected a call of forward before"):
+        layer.backward(batches[0])
+
+
+def test_lets_go_of_x_after_backward(rng):
+    layer = cunorm.BatchNorm(4)
+
+    class Referable(np.ndarray):
+        """Plain arrays take no weak references."""
+
+    x = rng.standard_normal((8, 4)).view(Referable)
+    layer.forward(x)
+    reference = weakref.ref(x)
+    del x
+    gc.collect()
+    assert reference() is not None
+    layer.backward(np.ones((8, 4)))  # float64, as NumPy draws it, through float32 parameters
+    gc.collect()
+    assert reference() is None
+
+
+def test_error_in_forward_changes_nothing(batches):
+    layer = cunorm.BatchNorm(4)
+    y = layer(batches[0])
+    before = snapshot(layer)
+    for x, error, message in [
+        (batches[0][:, :3], ValueError, r"x: expected 4 channels at axis 1, got shape \(6, 3, 5\)"),
+        (batches[0][:1, :, :1], ValueError, "more than 1 value per channel"),
+        (batches[0].astype(int), TypeError, "x: expected dtype"),
+        ([1.0], TypeError, "x: expected an array"),
+        (batches[0][0, 0], ValueError, "x: expected at least 2 dimensions"),
+    ]:
+        with pytest.raises(error, match=message):
+            layer(x)
+    assert_same_state(layer.state_dict(), before)
+    layer.backward(y)
+
+
+def test_state_dict_through_a_file(batches, tmp_path):
+    layer = cunorm.BatchNorm(4)
+    layer(batches[0])
+    layer.weight[...] = [1, 2, 3, 4]
+    np.savez(tmp_path / "state.npz", **layer.state_dict())
+    other = cunorm.BatchNorm(4)
+    with np.load(tmp_path / "state.npz", allow_pickle=False) as state:
+        other.load_state_dict(state)
+    assert_same_state(other.state_dict(), layer.state_dict())
+    np.testing.assert_array_equal(other.eval()(batches[1]), layer.eval()(batches[1]))
+
+
+def test_state_dict_is_a_copy(batches):
+    layer = cunorm.BatchNorm(4)
+    state = layer.state_dict()
+    kept = snapshot(layer)
+    layer(batches[0])
+    layer.weight += 1
+    assert_same_state(state, kept)
+    layer.load_state_dict(state)
+    layer(batches[0])
+    assert_same_state(state, kept)
+
+
+def test_pytorch_names_and_dtypes():
+    """The five names of torch.nn.BatchNorm2d, float64 values into a float32 layer."""
+    state = {
+        "weight": np.arange(3.0),
+        "bias": np.arange(3.0) + 1,
+        "running_mean": np.arange(3.0) + 2,
+        "running_var": np.arange(3.0) + 3,
+        "num_batches_tracked": np.array(7, np.int64),
+    }
+    layer = cunorm.BatchNorm(3)
+    layer.load_state_dict(state)
+    assert layer.running_var.tolist() == [3, 4, 5]
+    assert layer.weight.dtype == np.float32
+    assert layer.num_batches_tracked == 7
+    del state["num_batches_tracked"]  # absent in old files
+    layer.load_state_dict(state)
+    assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"bias": None}, ValueError, r"missing \['bias'\], unknown \[\]"),
+        ({"gamma": np.zeros(4)}, ValueError, r"missing \[\], unknown \['gamma'\]"),
+        ({"running_var": np.zeros(5)}, ValueError, r"state\['running_var'\]: expected shape"),
+        ({"running_var": np.zeros(4, int)}, TypeError, r"state\['running_var'\]: expected dtype"),
+        ({"running_var": [1.0] * 4}, TypeError, r"state\['running_var'\]: expected an array"),
+        ({"num_batches_tracked": np.zeros(())}, TypeError, "num_batches_tracked.*integers"),
+    ],
+)
+def test_bad_state(batches, changes, error, message):
+    layer = cunorm.BatchNorm(4)
+    layer(batches[0])
+    before = snapshot(layer)
+    state = {n: v for n, v in (cunorm.BatchNorm(4).state_dict() | changes).items() if v is not None}
+    with pytest.raises(error, match=message):
+        layer.load_state_dict(state)
+    assert_same_state(layer.state_dict(), before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float64, ml_dtypes.bfloat16])
+def test_dtype(dtype, rng):
+    layer = cunorm.BatchNorm(4, dtype=dtype, channel_axis=-1)
+    assert layer.weight.dtype == layer.running_mean.dtype
+    x = rng.standard_normal((6, 5, 4)).astype(layer.weight.dtype)
+    assert layer(x).dtype == x.dtype
+    layer.backward(x)
+    assert layer.gradients["bias"].dtype == x.dtype
+
+
+def test_devices():
+    layer = cunorm.BatchNorm(4)
+    assert layer.to("cpu") is layer
+    with pytest.raises(ValueError, match='device: expected "cpu" or "cuda"'):
+        layer.to("tpu")
+    if not cunorm.is_available("cuda"):
+        with pytest.raises(RuntimeError, match=r"device: .*CUDA"):
+            layer.to("cuda")
+
+
+def test_bad_arguments():
+    for arguments, error, message in [
+        ({"num_features": -1}, ValueError, "num_features: expected at least 0"),
+        ({"num_features": 2.0}, TypeError, "num_features: expected an integer"),
+        ({"eps": -1}, ValueError, "eps: expected"),
+        ({"exponential_average_factor": "sometimes"}, TypeError, "exponential_average_factor"),
+        ({"exponential_average_factor": 2}, ValueError, "exponential_average_factor"),
+        ({"exponential_average_factor": "cumulative", "momentum": 0.9}, ValueError, "one of them"),
+        ({"correction": -1}, ValueError, "correction: expected"),
+        ({"channel_axis": "last"}, TypeError, "channel_axis: expected an integer"),
+        ({"dtype": np.int32}, TypeError, "dtype: expected float16"),
+        ({"dtype": "float128x"}, TypeError, "dtype: expected float16"),
+    ]:
+        with pytest.raises(error, match=message):
+            cunorm.BatchNorm(**{"num_features": 3} | arguments)
+
+
+def test_repr():
+    assert repr(cunorm.BatchNorm(3)).startswith(
+        "BatchNorm(3, eps=1e-05, exponential_average_factor=0.1"
+    )

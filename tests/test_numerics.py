@@ -1,0 +1,176 @@
+"""Exactness where it is hard, special values, and the same bits every time."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+import tolerances
+from tolerances import assert_within
+
+import cunorm
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+LAYOUTS = [((16, 3, 30, 31), 1), ((40, 3, 9, 9), 1), ((16, 30, 31, 3), -1), ((5000, 3), 1)]
+
+
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_mean_much_larger_than_std(rng, shape, axis, dtype, ratio):
+    """No digit is lost beyond those that x itself has lost: the bound knows no |mean| / std."""
+    x = (rng.standard_normal(shape) + ratio).astype(dtype)
+    dy = rng.standard_normal(shape).astype(dtype)
+    y, saved = cunorm.batch_norm_forward(x, channel_axis=axis)
+    count = x.size // 3
+    result = reference.forward(x, channel_axis=axis)
+    bound = tolerances.y_bound(result, None, None, count, dtype, axis)
+    assert_within(y, result.y, bound, "y")
+    dx, dweight, dbias = cunorm.batch_norm_backward(dy, x, saved)
+    expected = reference.backward(dy, x, channel_axis=axis)
+    bounds = tolerances.backward_bounds(expected, result, dy, None, count, dtype, axis)
+    assert_within(dx, expected.dx, bounds.dx, "dx")
+    assert_within(dweight, expected.dweight, bounds.dweight, "dweight")
+    assert_within(dbias, expected.dbias, bounds.dbias, "dbias")
+    moments = cunorm.batch_norm_statistics(x, channel_axis=axis)
+    bound = 2 * tolerances.var_bound(result, count, dtype)
+    assert_within(moments.m2 / count, result.var, bound, "var")
+
+
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
+def test_outlier_first(rng, shape, axis):
+    """A pivot far from everything else costs nothing."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    x[(0,) * x.ndim] = 1e6
+    result = reference.forward(x, channel_axis=axis)
+    count = x.size // 3
+    moments = cunorm.batch_norm_statistics(x, channel_axis=axis)
+    bound = tolerances.mean_bound(result, count, np.float32)
+    assert_within(moments.mean, result.mean, bound, "mean")
+    bound = tolerances.var_bound(result, count, np.float32)
+    assert_within(moments.m2 / count, result.var, bound, "var")
+
+
+@pytest.mark.parametrize("value", [0.1, -3e4, 1e-6, 12345.678])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
+def test_constant_channel_is_exactly_bias(shape, axis, dtype, value):
+    x = np.full(shape, value, dtype)
+    accumulator = np.float64 if dtype == np.float64 else np.float32
+    bias = np.array([0.5, -1.25, 3.0], accumulator)
+    weight = np.array([1e3, 7.0, 0.1], accumulator)
+    for eps in (1e-5, 1e-12):
+        y, saved = cunorm.batch_norm_forward(x, weight, bias, eps=eps, channel_axis=axis)
+        expected = np.broadcast_to(reference.per_channel(bias, x.ndim, axis), shape)
+        np.testing.assert_array_equal(y.astype(np.float64), expected)
+        np.testing.assert_array_equal(saved.mean, x[(0,) * x.ndim].astype(accumulator))
+        np.testing.assert_array_equal(saved.inv_std, accumulator(1 / np.sqrt(eps)))
+
+
+def test_half_does_not_overflow(rng):
+    """Squares of values near float16's largest are summed in float32."""
+    x = (rng.uniform(-1, 1, (64, 3, 20)) * 6e4).astype(np.float16)
+    y, saved = cunorm.batch_norm_forward(x)
+    result = reference.forward(x)
+    bound = tolerances.y_bound(result, None, None, x.size // 3, np.float16)
+    assert_within(y, result.y, bound, "y")
+    assert np.isfinite(saved.inv_std).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("place", [0, -1, 100])
+def test_nan_and_inf_propagate(rng, shape, axis, dtype, place):
+    """As the formula says, within their channel and nowhere else."""
+    for values in ([np.nan], [np.inf], [-np.inf], [np.inf, -np.inf]):
+        x = rng.standard_normal(shape).astype(dtype)
+        channel = np.moveaxis(x, axis, 0)[1]
+        flat = channel.reshape(-1).copy()
+        flat[place] = values[0]
+        flat[(place + 57) % flat.size] = values[-1]
+        channel[...] = flat.reshape(channel.shape)
+        y, saved = cunorm.batch_norm_forward(x, channel_axis=axis)
+        with np.errstate(invalid="ignore"):
+            mean = flat.astype(np.float64).mean()
+        np.testing.assert_array_equal(saved.mean[1], mean)
+        assert np.isnan(saved.inv_std[1])
+        clean = reference.forward(np.where(np.isfinite(x), x, 0), channel_axis=axis).y
+        y = np.moveaxis(y, axis, 0).astype(np.float64)
+        clean = np.moveaxis(clean, axis, 0)
+        assert np.isnan(y[1]).all()
+        np.testing.assert_allclose(y[[0, 2]], clean[[0, 2]], rtol=2e-2, atol=2e-2)
+
+
+def test_nan_gradient_stays_in_its_channel(rng):
+    x, dy = rng.standard_normal((2, 8, 3, 40)).astype(np.float32)
+    _, saved = cunorm.batch_norm_forward(x)
+    dy[3, 1, 5] = np.nan
+    dx, dweight, dbias = cunorm.batch_norm_backward(dy, x, saved)
+    assert np.isnan(dx).any((0, 2)).tolist() == [False, True, False]
+    assert np.isnan(dx[:, 1]).all()
+    assert np.isnan(dweight).tolist() == np.isnan(dbias).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda d: d.__name__)
+def test_every_half_value_converts(dtype):
+    """Reading and rounding all 65,536 values, and the ties between them, as NumPy does."""
+    every = np.arange(65536, dtype=np.uint16).view(dtype).reshape(-1, 1)
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    y = cunorm.batch_norm_transform(every, zero, one)
+    nan = np.isnan(every.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(y.astype(np.float32)), nan)
+    np.testing.assert_array_equal(y.astype(np.float32)[~nan], every.astype(np.float32)[~nan])
+    for scale in (np.float32(0.3), np.float32(1 / 3), np.float32(0.5), np.float32(1.5)):
+        y = cunorm.batch_norm_transform(every, zero, one * scale)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = (every.astype(np.float32) * scale).astype(dtype)
+        np.testing.assert_array_equal(y.astype(np.float32)[~nan], expected.astype(np.float32)[~nan])
+
+
+def everything(x, dy, axis):
+    weight = np.linspace(0.5, 2, x.shape[axis]).astype(np.float32)
+    running = np.zeros(x.shape[axis], np.float32), np.ones(x.shape[axis], np.float32)
+    y, saved = cunorm.batch_norm_forward(x, weight, None, *running, channel_axis=axis)
+    gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
+    moments = cunorm.batch_norm_statistics(x, channel_axis=axis)
+    sums = cunorm.batch_norm_backward_reduce(dy, x, saved.mean, channel_axis=axis)
+    return [y, *saved[:3], *gradients, *running, *moments[1:], *sums]
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((16, 3, 200, 201), 1),
+        ((2, 2, 900, 700), 1),
+        ((64, 256, 14, 14), 1),
+        ((32, 64, 7, 7), 1),
+        ((128, 48, 48, 3), -1),
+        ((100_000, 17), 1),
+        ((64, 20_000), 1),
+        ((16, 20, 20, 256), -1),
+    ],
+    ids=str,
+)
+def test_same_bits_with_any_number_of_threads(rng, threads, shape, axis):
+    """And in every run."""
+    x, dy = rng.standard_normal((2, *shape)).astype(np.float32)
+    threads(1)
+    first = everything(x, dy, axis)
+    for number in (1, 2, 3, 7):
+        threads(number)
+        for _ in range(2):
+            for a, b in zip(first, everything(x, dy, axis), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_unaligned_output_has_the_same_bits(rng):
+    """Streaming stores start at cache lines; what lies before and after is written too."""
+    x = rng.standard_normal((20, 3, 600, 601)).astype(np.float32)
+    expected = cunorm.batch_norm_forward(x)[0]
+    buffer = np.full(x.size + 64, np.nan, np.float32)
+    for offset in (1, 5, 16, 31):
+        out = buffer[offset : offset + x.size].reshape(x.shape)
+        cunorm.batch_norm_forward(x, out=out)
+        np.testing.assert_array_equal(out, expected)
+        assert np.isnan(buffer[offset - 1])
+        assert np.isnan(buffer[offset + x.size])
+        buffer[...] = np.nan

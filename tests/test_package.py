@@ -1,0 +1,147 @@
+"""The package itself: what importing costs, what is public, wheel, README, example."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cunorm
+
+CHECKOUT = Path(__file__).parent.parent
+
+PUBLIC = {
+    "BatchNorm",
+    "BatchNormSaved",
+    "Moments",
+    "__version__",
+    "batch_norm_backward",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_transform",
+    "batch_norm_forward",
+    "batch_norm_statistics",
+    "batch_norm_transform",
+    "get_num_threads",
+    "is_available",
+    "merge_moments",
+    "set_num_threads",
+    "show_config",
+    "update_running_statistics",
+}
+
+SIGNATURES = {
+    "batch_norm_forward": "(x, weight=None, bias=None, running_mean=None, running_var=None, *, "
+    "training=True, momentum=None, exponential_average_factor=None, eps=1e-05, correction=1, "
+    "channel_axis=1, out=None)",
+    "batch_norm_backward": "(dy, x, saved, weight=None, *, output_mask=(True, True, True), "
+    "out=None)",
+    "batch_norm_statistics": "(x, *, channel_axis=1)",
+    "merge_moments": "(moments)",
+    "batch_norm_transform": "(x, mean, inv_std, weight=None, bias=None, *, channel_axis=1, "
+    "out=None)",
+    "batch_norm_backward_reduce": "(dy, x, mean, *, channel_axis=1)",
+    "batch_norm_backward_transform": "(dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, "
+    "*, channel_axis=1, out=None)",
+    "update_running_statistics": "(running_mean, running_var, mean, var, count, *, "
+    "momentum=None, exponential_average_factor=None, correction=1)",
+}
+
+
+def run_python(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, **options
+    )
+
+
+def test_importing_imports_neither_cupy_nor_numba():
+    code = """
+import sys
+import cunorm
+cunorm.BatchNorm(3)
+cunorm.show_config()
+heavy = {"cupy", "numba", "llvmlite", "torch", "jax", "ml_dtypes"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    assert "cpu backend" in run_python("-c", code).stdout
+
+
+def test_public_names_and_signatures():
+    """A rename is a decision: change it here too."""
+    assert set(cunorm.__all__) == PUBLIC
+    for name, signature in SIGNATURES.items():
+        function = getattr(cunorm, name)
+        found = inspect.signature(function)
+        bare = found.replace(
+            parameters=[p.replace(annotation=p.empty) for p in found.parameters.values()],
+            return_annotation=found.empty,
+        )
+        assert str(bare) == signature, name
+    assert cunorm.BatchNormSaved._fields[:2] == ("mean", "inv_std")
+    assert cunorm.Moments._fields == ("count", "mean", "m2")
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
+def test_docstrings(name):
+    """Every public function says what it takes, gives back and raises."""
+    thing = getattr(cunorm, name)
+    doc = inspect.getdoc(thing)
+    assert doc
+    if name.startswith(("batch_norm", "merge", "update")):
+        for section in ("Parameters\n---", "Raises\n---"):
+            assert section in doc, section
+        for parameter in inspect.signature(thing).parameters:
+            assert re.search(rf"\b{parameter}\b", doc), parameter
+
+
+def test_show_config(capsys):
+    cunorm.show_config()
+    text = capsys.readouterr().out
+    for wanted in (cunorm.__version__, np.__version__, "threads", "cpu backend", "cuda backend"):
+        assert wanted in text
+    if not cunorm.is_available("cuda"):
+        assert re.search(r"cuda backend +missing: .+", text)
+    assert cunorm.is_available("cpu")
+
+
+def test_readme(tmp_path, monkeypatch):
+    """Its snippets run, one after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) >= 5
+    namespace = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), namespace)
+    whole, _ = cunorm.batch_norm_forward(namespace["x"])
+    np.testing.assert_allclose(np.concatenate(namespace["y"]), whole, atol=1e-5)
+
+
+def test_wheel(tmp_path):
+    """Holds the package with its type marker, and nothing else at the top."""
+    run_python("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path),
+               str(CHECKOUT), cwd=tmp_path)  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    sources = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "cunorm").rglob("*.py")}
+    assert sources <= names
+    assert "cunorm/py.typed" in names
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {"cunorm", f"cunorm-{cunorm.__version__}.dist-info"}
+
+
+def test_example_trains(tmp_path):
+    """The demo, shortened: it learns, and draws its curves."""
+    path = tmp_path / "digits.png"
+    result = run_python(
+        str(CHECKOUT / "examples" / "train_digits.py"), "--epochs", "4", "--plot", str(path),
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+    )  # fmt: skip
+    accuracy = float(re.search(r"test accuracy with batch norm +([0-9.]+)%", result.stdout)[1])
+    assert accuracy >= 97
+    assert path.read_bytes().startswith(b"\x89PNG")
