@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ def cuda_missing() -> str | None:
     return "this version of cunorm has no CUDA backend yet"
 
 
+@cache
 def cpu_backend() -> ModuleType:
     """The CPU backend; the first call imports Numba."""
     import cunorm.cpu.backward
@@ -141,6 +142,11 @@ def memory_order(array: np.ndarray) -> tuple[int, ...] | None:
     return _dense_order(array.shape, array.strides, array.itemsize)
 
 
+def _is_plain(array: np.ndarray) -> bool:
+    flags = array.flags
+    return bool(flags.c_contiguous and flags.aligned)
+
+
 def _lies_in(order: tuple[int, ...], array: np.ndarray) -> bool:
     return array.flags.aligned and array.transpose(order).flags.c_contiguous
 
@@ -159,6 +165,12 @@ class Operands:
 
     def __init__(self, inputs: tuple[np.ndarray, ...], out: np.ndarray | None):
         first = inputs[0]
+        if all(map(_is_plain, inputs)) and (out is None or _is_plain(out)):
+            self.order = tuple(range(first.ndim))  # the usual case, without detours
+            self.inputs = inputs
+            self.out = np.empty(first.shape, first.dtype) if out is None else out
+            self._target = self._result = self.out
+            return
         self._result = np.empty_like(first, subok=False) if out is None else out
         order = memory_order(self._result)
         if order is None:  # given by the caller and with gaps

@@ -120,14 +120,12 @@ def writable(name: str, array: np.ndarray | None) -> None:
 
 
 def output(
-    out: np.ndarray | None, like: np.ndarray, may_be: Sequence[str], **inputs: np.ndarray | None
+    out: np.ndarray, like: np.ndarray, may_be: Sequence[str], **inputs: np.ndarray | None
 ) -> None:
     """``out`` has shape and dtype of ``like`` and lies apart from the inputs.
 
     It may be the very same array as one of those named in ``may_be``.
     """
-    if out is None:
-        return
     if out.shape != like.shape:
         raise ValueError(f"out: expected shape {like.shape}, got {out.shape}")
     if out.dtype != like.dtype:

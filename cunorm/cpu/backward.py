@@ -31,9 +31,9 @@ from .elements import (
     streaming_range,
 )
 from .plan import Columns, Segments, plan, stays_near
+from .statistics import NONE
 from .threads import get_num_threads, run
 from .transform import (
-    NONE,
     STREAMING_BYTES,
     columns_transform,
     segments_transform,
@@ -277,8 +277,8 @@ def _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu):
     for copy in range(fold):
         first = (copy * channels + channel) * inner
         for p in range(first, first + inner):
-            sum_dy += total_dy[p]
-            sum_dy_xmu += total_dy_xmu[p]
+            sum_dy = accumulate(sum_dy, load_scratch(total_dy, p))
+            sum_dy_xmu = accumulate(sum_dy_xmu, load_scratch(total_dy_xmu, p))
     return sum_dy, sum_dy_xmu
 
 

@@ -197,6 +197,12 @@ def _scratch(x, size):
     return lambda x, size: np.empty(size, dtype)  # noqa: ARG005
 
 
+def dense(array: np.ndarray) -> np.ndarray:
+    """The array itself if it is C-contiguous and aligned, else a copy that is."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else array.copy()
+
+
 class _Writable:
     """The memory of an array, said to be writable."""
 

@@ -23,6 +23,7 @@ from ..geometry import Geometry
 from .elements import (
     accumulate,
     as_accumulator,
+    dense,
     device_function,
     flat,
     kernel,
@@ -35,7 +36,10 @@ from .elements import (
 from .plan import Columns, Segments, plan
 from .threads import run
 
-__all__ = ["moments"]
+__all__ = ["inverse_deviation", "moments", "update_running"]
+
+#: What stands for a missing array; kernels ask for its size.
+NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
 
 
 @device_function
@@ -229,28 +233,32 @@ def columns_part(
 
 
 @device_function
-def channel_of_columns(channel, channels, fold, inner, rows, tail_width, mean, m2):
+def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2):
     """(count, mean, m2) of a channel from the moments of its positions.
 
-    Position p of a block belongs to channel p // inner % channels.
+    Copy k of the channel in a folded row is `inner` positions from
+    (k * channels + channel) * inner on. They have `rows` elements each, those
+    of the first `tail_rows` copies one more.
     """
     pivot = mean[channel * inner]
     if not math.isfinite(pivot):
         pivot = 0.0
-    count, total = 0.0, 0.0
+    count = np.float64((fold * rows + tail_rows) * inner)
+    total = 0.0
     for copy in range(fold):
         first = (copy * channels + channel) * inner
+        weight = np.float64(rows + (copy < tail_rows))
         for p in range(first, first + inner):
-            weight = np.float64(rows + (p < tail_width))
-            count += weight
-            total += weight * (mean[p] - pivot)
+            total = accumulate(total, weight * (load_scratch(mean, p) - pivot))
     center = pivot + total / count
     squares = 0.0
     for copy in range(fold):
         first = (copy * channels + channel) * inner
+        weight = np.float64(rows + (copy < tail_rows))
         for p in range(first, first + inner):
-            deviation = mean[p] - center
-            squares += m2[p] + np.float64(rows + (p < tail_width)) * (deviation * deviation)
+            deviation = load_scratch(mean, p) - center
+            term = load_scratch(m2, p) + weight * (deviation * deviation)
+            squares = accumulate(squares, term)
     return count, center, squares
 
 
@@ -275,16 +283,16 @@ def _moments_columns(
         channels = min(block_channels, group - first)
         first_row = part * part_rows
         part_height = min(part_rows, rows - first_row)
-        tail_width = tail_rows * group * inner if part == parts - 1 else 0
+        part_tail = tail_rows if part == parts - 1 else 0
         start = (entry * outer * group + first) * inner + first_row * stride
         columns_part(
-            x, start, stride, part_height, fold * channels * inner, tail_width, chunk_rows,
-            center, total, squares, mean, m2,
+            x, start, stride, part_height, fold * channels * inner, part_tail * channels * inner,
+            chunk_rows, center, total, squares, mean, m2,
         )  # fmt: skip
         for channel in range(channels):
             statistic = entry * group + first + channel
             count, channel_mean, channel_m2 = channel_of_columns(
-                channel, channels, fold, inner, part_height, tail_width, mean, m2
+                channel, channels, fold, inner, part_height, part_tail, mean, m2
             )
             partials[statistic, part, 0] = count
             partials[statistic, part, 1] = channel_mean
@@ -336,8 +344,8 @@ def moments(x, geometry: Geometry):
 _blend = device_function(running.blend)
 
 
-@kernel
-def _blend_running(values, batch, scale, factor):
+@device_function
+def _blend_all(values, batch, scale, factor):
     for i in range(values.size):
         new = _blend(
             np.float64(load_scratch(values, i)), np.float64(load(batch, i)) * scale, factor
@@ -345,14 +353,26 @@ def _blend_running(values, batch, scale, factor):
         store(values, i, as_accumulator(values, new))
 
 
-def update_running(values, batch, scale, factor):
-    """Values = values * (1 - factor) + (batch * scale) * factor, in place, any strides."""
-    if values.flags.c_contiguous and values.flags.aligned:
-        _blend_running(flat(values), flat(batch), scale, factor)
-    else:
-        dense = values.copy()
-        _blend_running(flat(dense), flat(batch), scale, factor)
-        values[...] = dense
+@kernel
+def _update_running(running_mean, running_var, mean, var, scale, factor):
+    _blend_all(running_mean, mean, 1.0, factor)
+    _blend_all(running_var, var, scale, factor)
+
+
+def update_running(running_mean, running_var, mean, var, scale, factor):
+    """Take mean and var * scale into running statistics, in place.
+
+    The running statistics may have any strides, or be None and are left out then;
+    mean and var are contiguous, in an accumulator type.
+    """
+    none = NONE[mean.dtype]
+    mean_values = none if running_mean is None else dense(running_mean)
+    var_values = none if running_var is None else dense(running_var)
+    _update_running(flat(mean_values), flat(var_values), mean, var, scale, factor)
+    if running_mean is not None and mean_values is not running_mean:
+        running_mean[...] = mean_values
+    if running_var is not None and var_values is not running_var:
+        running_var[...] = var_values
 
 
 @kernel

@@ -28,6 +28,7 @@ from .elements import (
 )
 from .plan import Columns, Segments, plan, stays_near
 from .statistics import (
+    NONE,
     channel_of_columns,
     columns_part,
     merge_moments,
@@ -42,8 +43,6 @@ __all__ = ["normalize", "transform"]
 # Outputs at least this large bypass the caches: they would push out the data
 # still to be read and be gone themselves before anyone reads them.
 STREAMING_BYTES = 16 << 20
-
-NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
 
 
 @device_function
@@ -115,10 +114,11 @@ def _transform_segments(
 
 @kernel
 def _normalize_segments(
-    counter, tasks, x, y, weight, bias, eps, mean, residual, inv_std, var, streaming,
+    counter, tasks, x, y, weight, bias, eps, statistics, streaming,
     batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` whole channels."""
+    """A task is `task_units` whole channels; `statistics` gets what `save` writes."""
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     units = batch * group
     stride = group * inner
     chunks = -(-outer // chunk_rows) * -(-inner // chunk_length)
@@ -134,7 +134,7 @@ def _normalize_segments(
                 )
                 center, m2 = merge_moments(count, center, m2, part_count, part_mean, part_m2)
                 count += part_count
-            _save(statistic, count, center, m2, eps, mean, residual, inv_std, var)
+            _save(statistics, statistic, count, center, m2, eps)
             scale, shift = _coefficients(
                 x, g, np.float64(load_scratch(residual, statistic)),
                 np.float64(load_scratch(inv_std, statistic)), weight, bias,
@@ -263,11 +263,12 @@ def _transform_columns(
 
 @kernel
 def _normalize_columns(
-    counter, tasks, x, y, weight, bias, eps, mean, residual, inv_std, var, streaming,
+    counter, tasks, x, y, weight, bias, eps, statistics, streaming,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
-    """A task is one block of whole channels."""
+    """A task is one block of whole channels; `statistics` gets what `save` writes."""
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     blocks = -(-group // block_channels)
     most = fold * block_channels * inner
     center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
@@ -288,14 +289,14 @@ def _normalize_columns(
         for part in range(parts):
             first_row = part * part_rows
             height = min(part_rows, rows - first_row)
-            tail_width = tail_rows * group * inner if part == parts - 1 else 0
+            part_tail = tail_rows if part == parts - 1 else 0
             columns_part(
-                x, start + first_row * stride, stride, height, width, tail_width, chunk_rows,
-                center, total, squares, position_mean, position_m2,
+                x, start + first_row * stride, stride, height, width, part_tail * channels * inner,
+                chunk_rows, center, total, squares, position_mean, position_m2,
             )  # fmt: skip
             for channel in range(channels):
                 count, channel_mean, channel_m2 = channel_of_columns(
-                    channel, channels, fold, inner, height, tail_width, position_mean, position_m2
+                    channel, channels, fold, inner, height, part_tail, position_mean, position_m2
                 )
                 merged = merge_moments(
                     moments[channel, 0], moments[channel, 1], moments[channel, 2],
@@ -305,9 +306,8 @@ def _normalize_columns(
                 moments[channel, 1], moments[channel, 2] = merged
         for channel in range(channels):
             _save(
-                statistic + channel,
-                moments[channel, 0], moments[channel, 1], moments[channel, 2],
-                eps, mean, residual, inv_std, var,
+                statistics, statistic + channel,
+                moments[channel, 0], moments[channel, 1], moments[channel, 2], eps,
             )  # fmt: skip
         _spread(
             x, statistic, first, channels, fold, inner, mean, residual, inv_std, weight, bias,
@@ -324,21 +324,23 @@ def _normalize_columns(
 
 
 @device_function
-def _save(statistic, count, center, m2, eps, mean, residual, inv_std, var):
-    """Write the numbers of a channel that a forward pass saves."""
+def _save(statistics, statistic, count, center, m2, eps):
+    """Write a channel's mean, inv_std, residual (what rounding took from the mean) and var."""
+    mean = statistics[0]
     rounded = as_accumulator(mean, center)
     low = center - np.float64(rounded) if math.isfinite(center) else 0.0
-    store(mean, statistic, rounded)
-    store(residual, statistic, as_accumulator(mean, low))
-    store(inv_std, statistic, as_accumulator(mean, 1.0 / math.sqrt(m2 / count + eps)))
-    store(var, statistic, as_accumulator(mean, m2 / count))
+    var = m2 / count
+    statistics[0, statistic] = rounded
+    statistics[1, statistic] = as_accumulator(mean, 1.0 / math.sqrt(var + eps))
+    statistics[2, statistic] = as_accumulator(mean, low)
+    statistics[3, statistic] = as_accumulator(mean, var)
 
 
 @kernel
-def _finish_normalization(partials, eps, mean, residual, inv_std, var):
+def _finish_normalization(partials, eps, statistics):
     for statistic in range(partials.shape[0]):
         count, center, m2 = merge_parts(partials, statistic)
-        _save(statistic, count, center, m2, eps, mean, residual, inv_std, var)
+        _save(statistics, statistic, count, center, m2, eps)
 
 
 # --- the verbs ----------------------------------------------------------------
@@ -365,20 +367,20 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 def normalize(x, weight, bias, eps, geometry: Geometry, out):
     """Statistics of x, then its transform with them into `out`.
 
-    Returns mean, inv_std, residual (what rounding took from the mean) and the biased variance.
+    Returns mean, inv_std, residual (what rounding took from the mean) and the
+    biased variance as the rows of one array, in the accumulator type.
     """
     cut = plan(geometry, x.itemsize, 1)
-    mean, inv_std, residual, var = np.empty((4, geometry.statistics), statistics_dtype(x.dtype))
+    statistics = np.empty((4, geometry.statistics), statistics_dtype(x.dtype))
     if stays_near(cut, get_num_threads()):
-        none = NONE[mean.dtype]
+        none = NONE[statistics.dtype]
         run(
             _NORMALIZE[type(cut)], cut.resident_tasks, 2 * x.nbytes, flat(x), flat(out),
-            none if weight is None else weight, none if bias is None else bias, eps,
-            mean, residual, inv_std, var,
+            none if weight is None else weight, none if bias is None else bias, eps, statistics,
             x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
         )  # fmt: skip
     else:
-        partials = partial_moments(x, geometry)
-        _finish_normalization(partials, eps, mean, residual, inv_std, var)
+        _finish_normalization(partial_moments(x, geometry), eps, statistics)
+        mean, inv_std, residual, _ = statistics
         transform(x, mean, residual, inv_std, weight, bias, geometry, out)
-    return mean, inv_std, residual, var
+    return statistics

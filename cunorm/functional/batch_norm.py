@@ -161,10 +161,11 @@ def batch_norm_forward(
     elif running_mean is None or running_var is None:
         missing = "running_mean" if running_mean is None else "running_var"
         raise ValueError(f"{missing}: expected an array when training is False, got None")
-    checks.output(
-        out, x, ("x",),
-        x=x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
-    )  # fmt: skip
+    if out is not None:
+        checks.output(
+            out, x, ("x",),
+            x=x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
+        )  # fmt: skip
 
     dtype = checks.statistics_dtype(x.dtype)
     bias_dtype = None if bias is None else bias.dtype
@@ -188,10 +189,9 @@ def batch_norm_forward(
         mean = np.zeros(number, dtype)
         inv_std = backend.statistics.inverse_deviation(mean, eps, dtype)
     else:
-        mean, inv_std, residual, var = backend.transform.normalize(
-            source, weight, bias, eps, geometry, operands.out
-        )
-        _update(backend, running_mean, running_var, mean, var, count, factor, correction)
+        statistics = backend.transform.normalize(source, weight, bias, eps, geometry, operands.out)
+        mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
+        _update(backend, running_mean, running_var, mean, statistics[3], count, factor, correction)
     saved = BatchNormSaved(
         export(mean), export(inv_std), export(residual), training, axis, x.shape, bias_dtype
     )
@@ -266,12 +266,13 @@ def batch_norm_backward(
     checks.same_as_input("dy", dy, x)
     checks.per_channel("weight", weight, number, x.dtype)
     want_dx, want_dweight, want_dbias = checks.mask(output_mask)
-    if out is not None and not want_dx:
-        raise ValueError("out: expected None, since output_mask leaves out dx, got an array")
-    checks.output(
-        out, x, ("x", "dy"), dy=dy, x=x, weight=weight,
-        **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
-    )  # fmt: skip
+    if out is not None:
+        if not want_dx:
+            raise ValueError("out: expected None, since output_mask leaves out dx, got an array")
+        checks.output(
+            out, x, ("x", "dy"), dy=dy, x=x, weight=weight,
+            **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
+        )  # fmt: skip
 
     weight_dtype = dtype if weight is None else weight.dtype
     bias_dtype = saved.bias_dtype or weight_dtype
@@ -389,7 +390,8 @@ def batch_norm_transform(
     checks.statistic("inv_std", inv_std, number)
     checks.per_channel("weight", weight, number, x.dtype)
     checks.per_channel("bias", bias, number, x.dtype)
-    checks.output(out, x, ("x",), x=x, mean=mean, inv_std=inv_std, weight=weight, bias=bias)
+    if out is not None:
+        checks.output(out, x, ("x",), x=x, mean=mean, inv_std=inv_std, weight=weight, bias=bias)
 
     dtype = checks.statistics_dtype(x.dtype)
     operands = arrays.Operands((x,), out)
@@ -503,7 +505,8 @@ def batch_norm_backward_transform(
     count = checks.integer("count", count)
     if count < 1:
         raise ValueError(f"count: expected at least 1, got {count}")
-    checks.output(out, x, ("x", "dy"), dy=dy, x=x, weight=weight, **per_channel)
+    if out is not None:
+        checks.output(out, x, ("x", "dy"), dy=dy, x=x, weight=weight, **per_channel)
 
     dtype = checks.statistics_dtype(x.dtype)
     operands = arrays.Operands((x, dy), out)
@@ -573,7 +576,7 @@ def update_running_statistics(
         checks.correctable(count, correction)
     _update(
         arrays.cpu_backend(), running_mean, running_var,
-        np.ascontiguousarray(mean), np.ascontiguousarray(var), count, factor, correction,
+        np.array(mean, np.float64), np.array(var, np.float64), count, factor, correction,
     )  # fmt: skip
 
 
@@ -587,11 +590,9 @@ def _update(
     factor: float,
     correction: float,
 ) -> None:
-    if running_mean is not None:
-        backend.statistics.update_running(running_mean, mean, 1.0, factor)
-    if running_var is not None:
-        scale = running.bessel(count, correction)
-        backend.statistics.update_running(running_var, var, scale, factor)
+    if running_mean is not None or running_var is not None:
+        scale = 1.0 if running_var is None else running.bessel(count, correction)
+        backend.statistics.update_running(running_mean, running_var, mean, var, scale, factor)
 
 
 def _channels(name: str, array: np.ndarray | None, channel_axis: Any) -> tuple[int, int, int]:
