@@ -30,34 +30,47 @@ from .elements import (
     store_streaming,
     streaming_range,
 )
+from .pieces import (
+    columns_part,
+    columns_piece,
+    segments_chunk,
+    segments_chunks,
+    segments_unit,
+    spread,
+)
 from .plan import Columns, Segments, plan, stays_near
 from .statistics import NONE
 from .threads import get_num_threads, run
-from .transform import (
-    STREAMING_BYTES,
-    columns_transform,
-    segments_transform,
-    transform,
-)
+from .transform import STREAMING_BYTES, columns_transform, segments_transform, transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
 
 @device_function
-def _coefficients(x, g, residual, inv_std, weight, sum_dy, sum_dy_xmu, count):
+def _coefficients(x, statistic, g, residual, inv_std, weight, sum_dy, sum_dy_xmu, count):
     """(scale, slope, offset) of dx = dy * scale + ((x - mean) * slope + offset).
 
     The offset makes up for the residual: what rounding took from the mean.
     """
-    scale = inv_std * np.float64(load(weight, g)) if weight.size else inv_std
-    slope = -scale * (inv_std * inv_std) * (sum_dy_xmu / count)
-    offset = -scale * (sum_dy / count) - residual * slope
+    r = np.float64(load(inv_std, statistic))
+    scale = r * np.float64(load(weight, g)) if weight.size else r
+    slope = -scale * (r * r) * (sum_dy_xmu / count)
+    offset = -scale * (sum_dy / count) - _residual(residual, statistic) * slope
     return as_accumulator(x, scale), as_accumulator(x, slope), as_accumulator(x, offset)
 
 
 @device_function
 def _residual(residual, statistic):
     return np.float64(load(residual, statistic)) if residual.size else 0.0
+
+
+@device_function
+def _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
+    """Write a channel's sums, the second one about the mean before rounding; return that one."""
+    total_dy_xmu -= _residual(residual, statistic) * total_dy
+    store(sum_dy, statistic, as_accumulator(sum_dy, total_dy))
+    store(sum_dy_xmu, statistic, as_accumulator(sum_dy, total_dy_xmu))
+    return total_dy_xmu
 
 
 # --- segments -----------------------------------------------------------------
@@ -79,16 +92,12 @@ def _segments_part(
     dy, x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part, mean
 ):
     """Sums of dy and dy * (x - mean) over one part of the channel that begins at `base`."""
-    pieces = -(-inner // chunk_length)
-    chunks = -(-outer // chunk_rows) * pieces
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     sum_dy, sum_dy_xmu = 0.0, 0.0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
-        row = chunk // pieces * chunk_rows
-        offset = chunk % pieces * chunk_length
-        length = min(chunk_length, inner - offset)
-        for r in range(row, min(row + chunk_rows, outer)):
-            start = base + r * stride + offset
-            run_dy, run_dy_xmu = _run_reduce(dy, x, start, length, mean)
+        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        for r in range(row, row + rows):
+            run_dy, run_dy_xmu = _run_reduce(dy, x, base + r * stride + offset, length, mean)
             sum_dy += run_dy
             sum_dy_xmu += run_dy_xmu
     return sum_dy, sum_dy_xmu
@@ -101,29 +110,22 @@ def _reduce_segments(
 ):  # fmt: skip
     """A task is `task_units` parts; `partials[statistic, part]` gets the two sums."""
     units = batch * group * parts
-    stride = group * inner
     task = next_task(counter)
     while task < tasks:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, part = unit // parts, unit % parts
-            base = (statistic // group * outer * group + statistic % group) * inner
+            statistic, _, part, base = segments_unit(unit, outer, group, inner, parts)
             sums = _segments_part(
-                dy, x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part,
-                load(mean, statistic),
+                dy, x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks,
+                part, load(mean, statistic),
             )  # fmt: skip
             partials[statistic, part, 0], partials[statistic, part, 1] = sums
         task = next_task(counter)
 
 
 @device_function
-def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming):
-    first, last = streaming_range(dx, start, end) if streaming else (end, end)
-    for i in range(start, first):
-        store(dx, i, load(dy, i) * scale + ((load(x, i) - mean) * slope + offset))
-    for i in range(first, last):
-        store_streaming(dx, i, load(dy, i) * scale + ((load(x, i) - mean) * slope + offset))
-    for i in range(last, end):
-        store(dx, i, load(dy, i) * scale + ((load(x, i) - mean) * slope + offset))
+def _run_gradient(put, dy, x, dx, start, end, mean, scale, slope, offset):
+    for i in range(start, end):
+        put(dx, i, load(dy, i) * scale + ((load(x, i) - mean) * slope + offset))
 
 
 @device_function
@@ -131,14 +133,15 @@ def _segments_gradient(
     dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, first_chunk, last_chunk,
     mean, scale, slope, offset, streaming,
 ):  # fmt: skip
-    pieces = -(-inner // chunk_length)
     for chunk in range(first_chunk, last_chunk):
-        row = chunk // pieces * chunk_rows
-        begin = chunk % pieces * chunk_length
-        length = min(chunk_length, inner - begin)
-        for r in range(row, min(row + chunk_rows, outer)):
+        row, rows, begin, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        for r in range(row, row + rows):
             start = base + r * stride + begin
-            _run_gradient(dy, x, dx, start, start + length, mean, scale, slope, offset, streaming)
+            end = start + length
+            first, last = streaming_range(dx, start, end, streaming)
+            _run_gradient(store, dy, x, dx, start, first, mean, scale, slope, offset)
+            _run_gradient(store_streaming, dy, x, dx, first, last, mean, scale, slope, offset)
+            _run_gradient(store, dy, x, dx, last, end, mean, scale, slope, offset)
 
 
 @kernel
@@ -149,21 +152,18 @@ def _gradient_segments(
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
-    stride = group * inner
-    chunks = -(-outer // chunk_rows) * -(-inner // chunk_length)
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     task = tasks - 1 - next_task(counter)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, part = unit // parts, unit % parts
-            g = statistic % group
+            statistic, g, part, base = segments_unit(unit, outer, group, inner, parts)
             scale, slope, offset = _coefficients(
-                x, g, _residual(residual, statistic), np.float64(load(inv_std, statistic)), weight,
+                x, statistic, g, residual, inv_std, weight,
                 np.float64(load(sum_dy, statistic)), np.float64(load(sum_dy_xmu, statistic)), count,
             )  # fmt: skip
             _segments_gradient(
-                dy, x, dx, (statistic // group * outer * group + g) * inner, stride, outer, inner,
-                chunk_rows, chunk_length, part * part_chunks,
-                min(chunks, (part + 1) * part_chunks),
+                dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
+                part * part_chunks, min(chunks, (part + 1) * part_chunks),
                 load(mean, statistic), scale, slope, offset, streaming,
             )  # fmt: skip
         task = tasks - 1 - next_task(counter)
@@ -177,40 +177,37 @@ def _backward_segments(
 ):  # fmt: skip
     """A task is `task_units` whole channels."""
     units = batch * group
-    stride = group * inner
-    chunks = -(-outer // chunk_rows) * -(-inner // chunk_length)
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     count = np.float64(outer * inner)
     zero = as_accumulator(x, 0.0)
     task = next_task(counter)
     while task < tasks:
-        for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
-            g = statistic % group
-            base = (statistic // group * outer * group + g) * inner
-            center, low = load(mean, statistic), _residual(residual, statistic)
+        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
+            statistic, g, _, base = segments_unit(unit, outer, group, inner, 1)
+            center = load(mean, statistic)
             total_dy, total_dy_xmu = 0.0, 0.0
             for part in range(parts):
                 part_dy, part_dy_xmu = _segments_part(
-                    dy, x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks,
-                    part, center,
+                    dy, x, base, group * inner, outer, inner, chunk_rows, chunk_length,
+                    part_chunks, part, center,
                 )  # fmt: skip
                 total_dy += part_dy
                 total_dy_xmu += part_dy_xmu
-            total_dy_xmu -= low * total_dy
-            store(sum_dy, statistic, as_accumulator(x, total_dy))
-            store(sum_dy_xmu, statistic, as_accumulator(x, total_dy_xmu))
+            total_dy_xmu = _write_sums(
+                statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu
+            )
             scale, slope, offset = _coefficients(
-                x, g, low, np.float64(load(inv_std, statistic)), weight,
-                total_dy, total_dy_xmu, count,
-            )  # fmt: skip
+                x, statistic, g, residual, inv_std, weight, total_dy, total_dy_xmu, count
+            )
             if training:
                 _segments_gradient(
-                    dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, 0, chunks,
-                    center, scale, slope, offset, streaming,
+                    dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
+                    0, chunks, center, scale, slope, offset, streaming,
                 )  # fmt: skip
             else:
                 segments_transform(
-                    dy, dx, base, stride, outer, inner, chunk_rows, chunk_length, 0, chunks,
-                    zero, scale, zero, streaming,
+                    dy, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
+                    0, chunks, zero, scale, zero, streaming,
                 )  # fmt: skip
         task = next_task(counter)
 
@@ -219,42 +216,7 @@ def _backward_segments(
 
 
 @device_function
-def _columns_part(
-    dy, x, start, stride, rows, width, tail_width, chunk_rows, mean,
-    sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
-):  # fmt: skip
-    """Both sums of every position, in float64, by way of chunks in the accumulator type."""
-    zero = as_accumulator(x, 0.0)
-    for p in range(width):
-        store(total_dy, p, 0.0)
-        store(total_dy_xmu, p, 0.0)
-    for first_row in range(0, rows, chunk_rows):
-        for p in range(width):
-            store(sum_dy, p, zero)
-            store(sum_dy_xmu, p, zero)
-        last_row = min(rows, first_row + chunk_rows)
-        for row in range(first_row, last_row - 1, 2):
-            a = start + row * stride
-            b = a + stride
-            for p in range(width):
-                center = load_scratch(mean, p)
-                first, second = load(dy, a + p), load(dy, b + p)
-                products = first * (load(x, a + p) - center) + second * (load(x, b + p) - center)
-                store(sum_dy, p, load_scratch(sum_dy, p) + (first + second))
-                store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + products)
-        if (last_row - first_row) % 2:
-            _add_row(dy, x, start + (last_row - 1) * stride, width, mean, sum_dy, sum_dy_xmu)
-        _add_sums(width, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu)
-    if tail_width > 0:
-        for p in range(tail_width):
-            store(sum_dy, p, zero)
-            store(sum_dy_xmu, p, zero)
-        _add_row(dy, x, start + rows * stride, tail_width, mean, sum_dy, sum_dy_xmu)
-        _add_sums(tail_width, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu)
-
-
-@device_function
-def _add_row(dy, x, start, width, mean, sum_dy, sum_dy_xmu):
+def _row_reduce(dy, x, start, width, mean, sum_dy, sum_dy_xmu):
     for p in range(width):
         gradient = load(dy, start + p)
         centered = load(x, start + p) - load_scratch(mean, p)
@@ -263,16 +225,55 @@ def _add_row(dy, x, start, width, mean, sum_dy, sum_dy_xmu):
 
 
 @device_function
-def _add_sums(width, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu):
+def _columns_chunk(
+    dy, x, start, stride, rows, width, mean, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu
+):
+    """Add `rows` rows, two at a time, in the accumulator type and then to the float64 totals."""
+    zero = as_accumulator(x, 0.0)
     for p in range(width):
-        store(total_dy, p, load_scratch(total_dy, p) + np.float64(load_scratch(sum_dy, p)))
-        store(
-            total_dy_xmu, p, load_scratch(total_dy_xmu, p) + np.float64(load_scratch(sum_dy_xmu, p))
-        )
+        store(sum_dy, p, zero)
+        store(sum_dy_xmu, p, zero)
+    for row in range(0, rows - 1, 2):
+        a = start + row * stride
+        b = a + stride
+        for p in range(width):
+            center = load_scratch(mean, p)
+            first, second = load(dy, a + p), load(dy, b + p)
+            products = first * (load(x, a + p) - center) + second * (load(x, b + p) - center)
+            store(sum_dy, p, load_scratch(sum_dy, p) + (first + second))
+            store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + products)
+    if rows % 2:
+        _row_reduce(dy, x, start + (rows - 1) * stride, width, mean, sum_dy, sum_dy_xmu)
+    for p in range(width):
+        total, total_xmu = load_scratch(total_dy, p), load_scratch(total_dy_xmu, p)
+        store(total_dy, p, total + np.float64(load_scratch(sum_dy, p)))
+        store(total_dy_xmu, p, total_xmu + np.float64(load_scratch(sum_dy_xmu, p)))
+
+
+@device_function
+def _columns_reduce(
+    dy, x, start, stride, rows, width, tail_width, chunk_rows, mean,
+    sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
+):  # fmt: skip
+    """Both sums of every position, over `rows` rows and, left of `tail_width`, one more."""
+    for p in range(width):
+        store(total_dy, p, 0.0)
+        store(total_dy_xmu, p, 0.0)
+    for row in range(0, rows, chunk_rows):
+        _columns_chunk(
+            dy, x, start + row * stride, stride, min(chunk_rows, rows - row), width, mean,
+            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
+        )  # fmt: skip
+    if tail_width > 0:
+        _columns_chunk(
+            dy, x, start + rows * stride, stride, 1, tail_width, mean,
+            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
+        )  # fmt: skip
 
 
 @device_function
 def _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu):
+    """Both sums of a channel from those of its positions (see `spread`)."""
     sum_dy, sum_dy_xmu = 0.0, 0.0
     for copy in range(fold):
         first = (copy * channels + channel) * inner
@@ -285,69 +286,34 @@ def _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu):
 @device_function
 def _spread_means(statistic, channels, fold, inner, mean, block_mean):
     for channel in range(channels):
-        center = load(mean, statistic + channel)
-        for copy in range(fold):
-            position = (copy * channels + channel) * inner
-            for p in range(position, position + inner):
-                store(block_mean, p, center)
+        spread(load(mean, statistic + channel), channel, channels, fold, inner, block_mean)
 
 
 @kernel
 def _reduce_columns(
-    counter, tasks, dy, x, mean, partials,
-    batch, outer, group, inner,
+    counter, tasks, dy, x, mean, partials, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; `partials[statistic, part]` gets the two sums."""
-    blocks = -(-group // block_channels)
     most = fold * block_channels * inner
     block_mean, sum_dy, sum_dy_xmu = scratch(x, most), scratch(x, most), scratch(x, most)
     total_dy, total_dy_xmu = np.empty(most), np.empty(most)
-    stride = fold * group * inner
     task = next_task(counter)
     while task < tasks:
-        block = task % blocks
-        part = task // blocks % parts
-        entry = task // (blocks * parts)
-        first = block * block_channels
-        statistic = entry * group + first
-        channels = min(block_channels, group - first)
-        first_row = part * part_rows
-        tail_width = tail_rows * group * inner if part == parts - 1 else 0
+        statistic, _, channels, part, start, height, tail = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
+        )
         _spread_means(statistic, channels, fold, inner, mean, block_mean)
-        _columns_part(
-            dy, x, (entry * outer * group + first) * inner + first_row * stride, stride,
-            min(part_rows, rows - first_row), fold * channels * inner, tail_width, chunk_rows,
-            block_mean, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
+        _columns_reduce(
+            dy, x, start, fold * group * inner, height, fold * channels * inner,
+            tail * channels * inner, chunk_rows, block_mean,
+            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
         )  # fmt: skip
         for channel in range(channels):
             sums = _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu)
             partials[statistic + channel, part, 0] = sums[0]
             partials[statistic + channel, part, 1] = sums[1]
         task = next_task(counter)
-
-
-@device_function
-def _rows_gradient(dy, x, dx, a, b, first, last, mean, scale, slope, offset):
-    """Positions [first, last) of the two rows that begin at a and b."""
-    for p in range(first, last):
-        center, factor = load_scratch(mean, p), load_scratch(scale, p)
-        tilt, constant = load_scratch(slope, p), load_scratch(offset, p)
-        rest_a = (load(x, a + p) - center) * tilt + constant
-        rest_b = (load(x, b + p) - center) * tilt + constant
-        store(dx, a + p, load(dy, a + p) * factor + rest_a)
-        store(dx, b + p, load(dy, b + p) * factor + rest_b)
-
-
-@device_function
-def _rows_gradient_streaming(dy, x, dx, a, b, first, last, mean, scale, slope, offset):
-    for p in range(first, last):
-        center, factor = load_scratch(mean, p), load_scratch(scale, p)
-        tilt, constant = load_scratch(slope, p), load_scratch(offset, p)
-        rest_a = (load(x, a + p) - center) * tilt + constant
-        rest_b = (load(x, b + p) - center) * tilt + constant
-        store_streaming(dx, a + p, load(dy, a + p) * factor + rest_a)
-        store_streaming(dx, b + p, load(dy, b + p) * factor + rest_b)
 
 
 @device_function
@@ -359,77 +325,77 @@ def _row_gradient(dy, x, dx, start, width, mean, scale, slope, offset):
 
 
 @device_function
+def _rows_gradient(put, dy, x, dx, a, stride, first, last, mean, scale, slope, offset):
+    """Positions [first, last) of two rows, which share what is loaded of their numbers."""
+    b = a + stride
+    for p in range(first, last):
+        center, factor = load_scratch(mean, p), load_scratch(scale, p)
+        tilt, constant = load_scratch(slope, p), load_scratch(offset, p)
+        rest_a = (load(x, a + p) - center) * tilt + constant
+        rest_b = (load(x, b + p) - center) * tilt + constant
+        put(dx, a + p, load(dy, a + p) * factor + rest_a)
+        put(dx, b + p, load(dy, b + p) * factor + rest_b)
+
+
+@device_function
 def _columns_gradient(
     dy, x, dx, start, stride, rows, width, tail_width, mean, scale, slope, offset, streaming
 ):
-    """Rows two at a time: they share what they load of their positions' numbers."""
-    first, last = width, width
-    if streaming and stride * dx.itemsize % 64 == 0:
-        begin, end = streaming_range(dx, start, start + width)
-        first, last = begin - start, end - start
-    pairs = rows // 2 * 2
-    for row in range(0, pairs, 2):
+    """Dx of `rows` rows of `width` positions and, below them, of `tail_width` positions."""
+    # One alignment fits all rows only if they are whole cache lines apart.
+    streaming = streaming and stride * dx.itemsize % 64 == 0
+    first, last = streaming_range(dx, start, start + width, streaming)
+    first, last = first - start, last - start
+    numbers = (mean, scale, slope, offset)
+    for row in range(0, rows - 1, 2):
         a = start + row * stride
-        b = a + stride
-        _rows_gradient(dy, x, dx, a, b, 0, first, mean, scale, slope, offset)
-        _rows_gradient_streaming(dy, x, dx, a, b, first, last, mean, scale, slope, offset)
-        _rows_gradient(dy, x, dx, a, b, last, width, mean, scale, slope, offset)
-    for row in range(pairs, rows):
-        _row_gradient(dy, x, dx, start + row * stride, width, mean, scale, slope, offset)
-    _row_gradient(dy, x, dx, start + rows * stride, tail_width, mean, scale, slope, offset)
+        _rows_gradient(store, dy, x, dx, a, stride, 0, first, *numbers)
+        _rows_gradient(store_streaming, dy, x, dx, a, stride, first, last, *numbers)
+        _rows_gradient(store, dy, x, dx, a, stride, last, width, *numbers)
+    if rows % 2:
+        _row_gradient(dy, x, dx, start + (rows - 1) * stride, width, *numbers)
+    _row_gradient(dy, x, dx, start + rows * stride, tail_width, *numbers)
 
 
 @device_function
 def _spread_coefficients(
-    x, statistic, g, channels, fold, inner, residual, inv_std, weight,
-    sum_dy, sum_dy_xmu, count, block_scale, block_slope, block_offset,
+    x, statistic, g, channels, fold, inner, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
+    block_scale, block_slope, block_offset,
 ):  # fmt: skip
     for channel in range(channels):
         s = statistic + channel
         scale, slope, offset = _coefficients(
-            x, g + channel, _residual(residual, s), np.float64(load(inv_std, s)), weight,
+            x, s, g + channel, residual, inv_std, weight,
             np.float64(load_scratch(sum_dy, s)), np.float64(load_scratch(sum_dy_xmu, s)), count,
         )  # fmt: skip
-        for copy in range(fold):
-            position = (copy * channels + channel) * inner
-            for p in range(position, position + inner):
-                store(block_scale, p, scale)
-                store(block_slope, p, slope)
-                store(block_offset, p, offset)
+        spread(scale, channel, channels, fold, inner, block_scale)
+        spread(slope, channel, channels, fold, inner, block_slope)
+        spread(offset, channel, channels, fold, inner, block_offset)
 
 
 @kernel
 def _gradient_columns(
     counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    streaming,
-    batch, outer, group, inner,
+    streaming, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
-    blocks = -(-group // block_channels)
     most = fold * block_channels * inner
     block_mean, block_scale = scratch(x, most), scratch(x, most)
     block_slope, block_offset = scratch(x, most), scratch(x, most)
-    stride = fold * group * inner
     task = tasks - 1 - next_task(counter)
     while task >= 0:
-        block = task % blocks
-        part = task // blocks % parts
-        entry = task // (blocks * parts)
-        first = block * block_channels
-        statistic = entry * group + first
-        channels = min(block_channels, group - first)
-        first_row = part * part_rows
-        tail_width = tail_rows * group * inner if part == parts - 1 else 0
+        statistic, g, channels, _, start, height, tail = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
+        )
         _spread_means(statistic, channels, fold, inner, mean, block_mean)
         _spread_coefficients(
-            x, statistic, first, channels, fold, inner, residual, inv_std, weight,
+            x, statistic, g, channels, fold, inner, residual, inv_std, weight,
             sum_dy, sum_dy_xmu, count, block_scale, block_slope, block_offset,
         )  # fmt: skip
         _columns_gradient(
-            dy, x, dx, (entry * outer * group + first) * inner + first_row * stride, stride,
-            min(part_rows, rows - first_row), fold * channels * inner, tail_width,
-            block_mean, block_scale, block_slope, block_offset, streaming,
+            dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
+            tail * channels * inner, block_mean, block_scale, block_slope, block_offset, streaming,
         )  # fmt: skip
         task = tasks - 1 - next_task(counter)
 
@@ -437,61 +403,56 @@ def _gradient_columns(
 @kernel
 def _backward_columns(
     counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, training,
-    streaming,
-    batch, outer, group, inner,
+    streaming, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one block of whole channels."""
-    blocks = -(-group // block_channels)
     most = fold * block_channels * inner
     block_mean, block_scale = scratch(x, most), scratch(x, most)
     block_slope, block_offset = scratch(x, most), scratch(x, most)
+    block_dy, block_dy_xmu = scratch(x, most), scratch(x, most)
     total_dy, total_dy_xmu = np.empty(most), np.empty(most)
+    sums = np.empty((block_channels, 2))
     stride = fold * group * inner
-    zero = as_accumulator(x, 0.0)
     task = next_task(counter)
     while task < tasks:
-        block = task % blocks
-        entry = task // blocks
-        first = block * block_channels
-        statistic = entry * group + first
-        channels = min(block_channels, group - first)
+        statistic, g, channels, _, start, _, _ = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
+        )
         width = fold * channels * inner
-        start = (entry * outer * group + first) * inner
-        sums = np.zeros((channels, 2))
+        tail_width = tail_rows * channels * inner
         _spread_means(statistic, channels, fold, inner, mean, block_mean)
+        sums[:, :] = 0.0
         for part in range(parts):
-            first_row = part * part_rows
-            _columns_part(
-                dy, x, start + first_row * stride, stride, min(part_rows, rows - first_row), width,
-                tail_rows * group * inner if part == parts - 1 else 0, chunk_rows,
-                block_mean, block_slope, block_offset, total_dy, total_dy_xmu,
+            height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
+            _columns_reduce(
+                dy, x, start + part * part_rows * stride, stride, height, width,
+                tail * channels * inner, chunk_rows, block_mean,
+                block_dy, block_dy_xmu, total_dy, total_dy_xmu,
             )  # fmt: skip
             for channel in range(channels):
-                part_dy, part_dy_xmu = _channel_sums(
-                    channel, channels, fold, inner, total_dy, total_dy_xmu
-                )
-                sums[channel, 0] += part_dy
-                sums[channel, 1] += part_dy_xmu
+                part_sums = _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu)
+                sums[channel, 0] += part_sums[0]
+                sums[channel, 1] += part_sums[1]
         for channel in range(channels):
-            s = statistic + channel
-            sums[channel, 1] -= _residual(residual, s) * sums[channel, 0]
-            store(sum_dy, s, as_accumulator(x, sums[channel, 0]))
-            store(sum_dy_xmu, s, as_accumulator(x, sums[channel, 1]))
+            _write_sums(
+                statistic + channel, residual, sums[channel, 0], sums[channel, 1],
+                sum_dy, sum_dy_xmu,
+            )  # fmt: skip
         _spread_coefficients(
-            x, statistic, first, channels, fold, inner, residual, inv_std, weight,
+            x, statistic, g, channels, fold, inner, residual, inv_std, weight,
             sum_dy, sum_dy_xmu, np.float64(outer * inner), block_scale, block_slope, block_offset,
         )  # fmt: skip
         if training:
             _columns_gradient(
-                dy, x, dx, start, stride, rows, width, tail_rows * group * inner,
+                dy, x, dx, start, stride, rows, width, tail_width,
                 block_mean, block_scale, block_slope, block_offset, streaming,
             )  # fmt: skip
         else:
             for p in range(width):
-                store(block_mean, p, zero)
+                store(block_mean, p, as_accumulator(x, 0.0))
             columns_transform(
-                dy, dx, start, stride, rows, width, tail_rows * group * inner,
+                dy, dx, start, stride, rows, width, tail_width,
                 block_mean, block_scale, block_mean, streaming,
             )  # fmt: skip
         task = next_task(counter)
@@ -504,9 +465,7 @@ def _finish_sums(partials, residual, sum_dy, sum_dy_xmu):
         for part in range(partials.shape[1]):
             total_dy += partials[statistic, part, 0]
             total_dy_xmu += partials[statistic, part, 1]
-        total_dy_xmu -= _residual(residual, statistic) * total_dy
-        store(sum_dy, statistic, as_accumulator(sum_dy, total_dy))
-        store(sum_dy_xmu, statistic, as_accumulator(sum_dy, total_dy_xmu))
+        _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
 
 
 # --- the verbs ----------------------------------------------------------------

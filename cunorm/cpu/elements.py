@@ -173,15 +173,16 @@ def _address_of(typing_context, array, index):
 
 
 @device_function
-def streaming_range(array, start, end):
-    """The part of [start, end) that is whole cache lines; empty unless they are many.
+def streaming_range(array, start, end, streaming):
+    """The part of [start, end) to write with `store_streaming`; may be empty.
 
-    A line written in part by streaming stores costs more than it saves.
+    It is whole cache lines, and many: a line written in part by streaming
+    stores costs more than it saves.
     """
+    line = 64 // array.itemsize
     misaligned = _address_of(array, start) & 63
     first = start + ((64 - misaligned) & 63) // array.itemsize
-    line = 64 // array.itemsize
-    if end - first < 8 * line:
+    if not streaming or end - first < 8 * line:
         return end, end
     return first, first + (end - first) // line * line
 

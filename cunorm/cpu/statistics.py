@@ -33,6 +33,7 @@ from .elements import (
     scratch,
     store,
 )
+from .pieces import columns_piece, segments_chunk, segments_chunks, segments_unit
 from .plan import Columns, Segments, plan
 from .threads import run
 
@@ -67,10 +68,11 @@ def _corrected(center, total, squares, count):
     """Mean and m2 from the sums of (x - center) and (x - center)^2."""
     correction = total / count
     mean = center + correction if math.isfinite(center) else center
-    return mean, squares - total * correction
+    m2 = squares - total * correction
+    return mean, 0.0 if m2 < 0.0 else m2  # NaN stays NaN
 
 
-# --- segments: a channel is `outer` runs of `inner` elements ------------------
+# --- segments -----------------------------------------------------------------
 
 
 @device_function
@@ -113,14 +115,10 @@ def _segments_chunk(x, start, stride, rows, length):
 @device_function
 def segments_part(x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part):
     """(count, mean, m2) of one part of the channel that begins at `base`."""
-    pieces = -(-inner // chunk_length)
-    chunks = -(-outer // chunk_rows) * pieces
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     count, mean, m2 = 0.0, 0.0, 0.0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
-        row = chunk // pieces * chunk_rows
-        offset = chunk % pieces * chunk_length
-        rows = min(chunk_rows, outer - row)
-        length = min(chunk_length, inner - offset)
+        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         start = base + row * stride + offset
         chunk_mean, chunk_m2 = _segments_chunk(x, start, stride, rows, length)
         size = np.float64(rows * length)
@@ -136,22 +134,18 @@ def _moments_segments(
 ):  # fmt: skip
     """A task is `task_units` parts; `partials[statistic, part]` gets (count, mean, m2)."""
     units = batch * group * parts
-    stride = group * inner
     task = next_task(counter)
     while task < tasks:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, part = unit // parts, unit % parts
-            base = (statistic // group * outer * group + statistic % group) * inner
-            count, mean, m2 = segments_part(
-                x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part
+            statistic, _, part, base = segments_unit(unit, outer, group, inner, parts)
+            moments = segments_part(
+                x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks, part
             )
-            partials[statistic, part, 0] = count
-            partials[statistic, part, 1] = mean
-            partials[statistic, part, 2] = m2
+            _write_moments(partials, statistic, part, moments)
         task = next_task(counter)
 
 
-# --- columns: rows of positions, each with moments of its own -----------------
+# --- columns: every position has moments of its own ---------------------------
 
 
 @device_function
@@ -216,7 +210,7 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
 
 
 @device_function
-def columns_part(
+def columns_moments(
     x, start, stride, rows, width, tail_width, chunk_rows, center, total, squares, mean, m2
 ):
     """Moments of `width` positions over `rows` rows and, left of `tail_width`, one more."""
@@ -234,11 +228,9 @@ def columns_part(
 
 @device_function
 def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2):
-    """(count, mean, m2) of a channel from the moments of its positions.
+    """(count, mean, m2) of a channel from the moments of its positions (see `spread`).
 
-    Copy k of the channel in a folded row is `inner` positions from
-    (k * channels + channel) * inner on. They have `rows` elements each, those
-    of the first `tail_rows` copies one more.
+    These have `rows` elements each, those of the first `tail_rows` copies one more.
     """
     pivot = mean[channel * inner]
     if not math.isfinite(pivot):
@@ -264,40 +256,36 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
 
 @kernel
 def _moments_columns(
-    counter, tasks, x, partials,
-    batch, outer, group, inner,
+    counter, tasks, x, partials, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
-    blocks = -(-group // block_channels)
     most = fold * block_channels * inner
     center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
     mean, m2 = np.empty(most), np.empty(most)
-    stride = fold * group * inner
     task = next_task(counter)
     while task < tasks:
-        block = task % blocks
-        part = task // blocks % parts
-        entry = task // (blocks * parts)
-        first = block * block_channels
-        channels = min(block_channels, group - first)
-        first_row = part * part_rows
-        part_height = min(part_rows, rows - first_row)
-        part_tail = tail_rows if part == parts - 1 else 0
-        start = (entry * outer * group + first) * inner + first_row * stride
-        columns_part(
-            x, start, stride, part_height, fold * channels * inner, part_tail * channels * inner,
-            chunk_rows, center, total, squares, mean, m2,
+        statistic, _, channels, part, start, height, tail = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
+        )
+        columns_moments(
+            x, start, fold * group * inner, height, fold * channels * inner,
+            tail * channels * inner, chunk_rows, center, total, squares, mean, m2,
         )  # fmt: skip
         for channel in range(channels):
-            statistic = entry * group + first + channel
-            count, channel_mean, channel_m2 = channel_of_columns(
-                channel, channels, fold, inner, part_height, part_tail, mean, m2
-            )
-            partials[statistic, part, 0] = count
-            partials[statistic, part, 1] = channel_mean
-            partials[statistic, part, 2] = channel_m2
+            moments = channel_of_columns(channel, channels, fold, inner, height, tail, mean, m2)
+            _write_moments(partials, statistic + channel, part, moments)
         task = next_task(counter)
+
+
+# --- both ---------------------------------------------------------------------
+
+
+@device_function
+def _write_moments(partials, statistic, part, moments):
+    partials[statistic, part, 0] = moments[0]
+    partials[statistic, part, 1] = moments[1]
+    partials[statistic, part, 2] = moments[2]
 
 
 @device_function

@@ -26,11 +26,19 @@ from .elements import (
     store_streaming,
     streaming_range,
 )
+from .pieces import (
+    columns_part,
+    columns_piece,
+    segments_chunk,
+    segments_chunks,
+    segments_unit,
+    spread,
+)
 from .plan import Columns, Segments, plan, stays_near
 from .statistics import (
     NONE,
     channel_of_columns,
-    columns_part,
+    columns_moments,
     merge_moments,
     merge_parts,
     partial_moments,
@@ -46,28 +54,27 @@ STREAMING_BYTES = 16 << 20
 
 
 @device_function
-def _coefficients(x, g, residual, inv_std, weight, bias):
+def _coefficients(x, statistic, g, residual, inv_std, weight, bias):
     """(scale, shift) of y = (x - mean) * scale + shift for a channel of group g.
 
     The shift makes up for the residual: what rounding took from the mean.
     """
-    scale = inv_std * np.float64(load(weight, g)) if weight.size else inv_std
+    scale = np.float64(load_scratch(inv_std, statistic))
+    if weight.size:
+        scale *= np.float64(load(weight, g))
     shift = np.float64(load(bias, g)) if bias.size else 0.0
-    return as_accumulator(x, scale), as_accumulator(x, shift - residual * scale)
+    if residual.size:
+        shift -= np.float64(load_scratch(residual, statistic)) * scale
+    return as_accumulator(x, scale), as_accumulator(x, shift)
 
 
 # --- segments -----------------------------------------------------------------
 
 
 @device_function
-def _run_transform(x, y, start, end, mean, scale, shift, streaming):
-    first, last = streaming_range(y, start, end) if streaming else (end, end)
-    for i in range(start, first):
-        store(y, i, (load(x, i) - mean) * scale + shift)
-    for i in range(first, last):
-        store_streaming(y, i, (load(x, i) - mean) * scale + shift)
-    for i in range(last, end):
-        store(y, i, (load(x, i) - mean) * scale + shift)
+def _run_transform(put, x, y, start, end, mean, scale, shift):
+    for i in range(start, end):
+        put(y, i, (load(x, i) - mean) * scale + shift)
 
 
 @device_function
@@ -75,14 +82,15 @@ def segments_transform(
     x, y, base, stride, outer, inner, chunk_rows, chunk_length, first_chunk, last_chunk,
     mean, scale, shift, streaming,
 ):  # fmt: skip
-    pieces = -(-inner // chunk_length)
+    """Transform the chunks [first_chunk, last_chunk) of the channel that begins at `base`."""
     for chunk in range(first_chunk, last_chunk):
-        row = chunk // pieces * chunk_rows
-        offset = chunk % pieces * chunk_length
-        length = min(chunk_length, inner - offset)
-        for r in range(row, min(row + chunk_rows, outer)):
+        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        for r in range(row, row + rows):
             start = base + r * stride + offset
-            _run_transform(x, y, start, start + length, mean, scale, shift, streaming)
+            first, last = streaming_range(y, start, start + length, streaming)
+            _run_transform(store, x, y, start, first, mean, scale, shift)
+            _run_transform(store_streaming, x, y, first, last, mean, scale, shift)
+            _run_transform(store, x, y, last, start + length, mean, scale, shift)
 
 
 @kernel
@@ -92,21 +100,15 @@ def _transform_segments(
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
-    stride = group * inner
-    chunks = -(-outer // chunk_rows) * -(-inner // chunk_length)
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     task = tasks - 1 - next_task(counter)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, part = unit // parts, unit % parts
-            g = statistic % group
-            scale, shift = _coefficients(
-                x, g, np.float64(load(residual, statistic)) if residual.size else 0.0,
-                np.float64(load(inv_std, statistic)), weight, bias,
-            )  # fmt: skip
+            statistic, g, part, base = segments_unit(unit, outer, group, inner, parts)
+            scale, shift = _coefficients(x, statistic, g, residual, inv_std, weight, bias)
             segments_transform(
-                x, y, (statistic // group * outer * group + g) * inner, stride, outer, inner,
-                chunk_rows, chunk_length, part * part_chunks,
-                min(chunks, (part + 1) * part_chunks),
+                x, y, base, group * inner, outer, inner, chunk_rows, chunk_length,
+                part * part_chunks, min(chunks, (part + 1) * part_chunks),
                 load(mean, statistic), scale, shift, streaming,
             )  # fmt: skip
         task = tasks - 1 - next_task(counter)
@@ -117,87 +119,32 @@ def _normalize_segments(
     counter, tasks, x, y, weight, bias, eps, statistics, streaming,
     batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` whole channels; `statistics` gets what `save` writes."""
+    """A task is `task_units` whole channels; `statistics` gets what `_save` writes."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     units = batch * group
-    stride = group * inner
-    chunks = -(-outer // chunk_rows) * -(-inner // chunk_length)
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     task = next_task(counter)
     while task < tasks:
-        for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
-            g = statistic % group
-            base = (statistic // group * outer * group + g) * inner
+        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
+            statistic, g, _, base = segments_unit(unit, outer, group, inner, 1)
             count, center, m2 = 0.0, 0.0, 0.0
             for part in range(parts):
-                part_count, part_mean, part_m2 = segments_part(
-                    x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part
-                )
-                center, m2 = merge_moments(count, center, m2, part_count, part_mean, part_m2)
-                count += part_count
+                size, part_mean, part_m2 = segments_part(
+                    x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks,
+                    part,
+                )  # fmt: skip
+                center, m2 = merge_moments(count, center, m2, size, part_mean, part_m2)
+                count += size
             _save(statistics, statistic, count, center, m2, eps)
-            scale, shift = _coefficients(
-                x, g, np.float64(load_scratch(residual, statistic)),
-                np.float64(load_scratch(inv_std, statistic)), weight, bias,
-            )  # fmt: skip
+            scale, shift = _coefficients(x, statistic, g, residual, inv_std, weight, bias)
             segments_transform(
-                x, y, base, stride, outer, inner, chunk_rows, chunk_length, 0, chunks,
+                x, y, base, group * inner, outer, inner, chunk_rows, chunk_length, 0, chunks,
                 load_scratch(mean, statistic), scale, shift, streaming,
             )  # fmt: skip
         task = next_task(counter)
 
 
 # --- columns ------------------------------------------------------------------
-
-
-@device_function
-def _rows_transform(x, y, a, b, c, d, first, last, mean, scale, shift):
-    """Positions [first, last) of the four rows that begin at a, b, c and d."""
-    for p in range(first, last):
-        center, factor, offset = (
-            load_scratch(mean, p),
-            load_scratch(scale, p),
-            load_scratch(shift, p),
-        )
-        store(y, a + p, (load(x, a + p) - center) * factor + offset)
-        store(y, b + p, (load(x, b + p) - center) * factor + offset)
-        store(y, c + p, (load(x, c + p) - center) * factor + offset)
-        store(y, d + p, (load(x, d + p) - center) * factor + offset)
-
-
-@device_function
-def _rows_transform_streaming(x, y, a, b, c, d, first, last, mean, scale, shift):
-    for p in range(first, last):
-        center, factor, offset = (
-            load_scratch(mean, p),
-            load_scratch(scale, p),
-            load_scratch(shift, p),
-        )
-        store_streaming(y, a + p, (load(x, a + p) - center) * factor + offset)
-        store_streaming(y, b + p, (load(x, b + p) - center) * factor + offset)
-        store_streaming(y, c + p, (load(x, c + p) - center) * factor + offset)
-        store_streaming(y, d + p, (load(x, d + p) - center) * factor + offset)
-
-
-@device_function
-def columns_transform(x, y, start, stride, rows, width, tail_width, mean, scale, shift, streaming):
-    """Rows four at a time: they share what they load of their positions' numbers.
-
-    Streaming needs a stride of whole cache lines, so that one alignment fits all rows.
-    """
-    first, last = width, width
-    if streaming and stride * y.itemsize % 64 == 0:
-        begin, end = streaming_range(y, start, start + width)
-        first, last = begin - start, end - start
-    fours = rows // 4 * 4
-    for row in range(0, fours, 4):
-        a = start + row * stride
-        b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-        _rows_transform(x, y, a, b, c, d, 0, first, mean, scale, shift)
-        _rows_transform_streaming(x, y, a, b, c, d, first, last, mean, scale, shift)
-        _rows_transform(x, y, a, b, c, d, last, width, mean, scale, shift)
-    for row in range(fours, rows):
-        _row_transform(x, y, start + row * stride, width, mean, scale, shift)
-    _row_transform(x, y, start + rows * stride, tail_width, mean, scale, shift)
 
 
 @device_function
@@ -208,6 +155,37 @@ def _row_transform(x, y, start, width, mean, scale, shift):
 
 
 @device_function
+def _rows_transform(put, x, y, a, stride, first, last, mean, scale, shift):
+    """Positions [first, last) of four rows, which share what is loaded of their numbers."""
+    b, c, d = a + stride, a + 2 * stride, a + 3 * stride
+    for p in range(first, last):
+        center, factor = load_scratch(mean, p), load_scratch(scale, p)
+        offset = load_scratch(shift, p)
+        put(y, a + p, (load(x, a + p) - center) * factor + offset)
+        put(y, b + p, (load(x, b + p) - center) * factor + offset)
+        put(y, c + p, (load(x, c + p) - center) * factor + offset)
+        put(y, d + p, (load(x, d + p) - center) * factor + offset)
+
+
+@device_function
+def columns_transform(x, y, start, stride, rows, width, tail_width, mean, scale, shift, streaming):
+    """Transform `rows` rows of `width` positions and, below them, `tail_width` positions."""
+    # One alignment fits all rows only if they are whole cache lines apart.
+    streaming = streaming and stride * y.itemsize % 64 == 0
+    first, last = streaming_range(y, start, start + width, streaming)
+    first, last = first - start, last - start
+    fours = rows // 4 * 4
+    for row in range(0, fours, 4):
+        a = start + row * stride
+        _rows_transform(store, x, y, a, stride, 0, first, mean, scale, shift)
+        _rows_transform(store_streaming, x, y, a, stride, first, last, mean, scale, shift)
+        _rows_transform(store, x, y, a, stride, last, width, mean, scale, shift)
+    for row in range(fours, rows):
+        _row_transform(x, y, start + row * stride, width, mean, scale, shift)
+    _row_transform(x, y, start + rows * stride, tail_width, mean, scale, shift)
+
+
+@device_function
 def _spread(
     x, statistic, g, channels, fold, inner, mean, residual, inv_std, weight, bias,
     block_mean, block_scale, block_shift,
@@ -215,17 +193,10 @@ def _spread(
     """Every position's numbers from those of the channels from `g` on."""
     for channel in range(channels):
         s = statistic + channel
-        scale, shift = _coefficients(
-            x, g + channel, np.float64(load_scratch(residual, s)) if residual.size else 0.0,
-            np.float64(load_scratch(inv_std, s)), weight, bias,
-        )  # fmt: skip
-        center = load_scratch(mean, s)
-        for copy in range(fold):
-            position = (copy * channels + channel) * inner
-            for p in range(position, position + inner):
-                store(block_mean, p, center)
-                store(block_scale, p, scale)
-                store(block_shift, p, shift)
+        scale, shift = _coefficients(x, s, g + channel, residual, inv_std, weight, bias)
+        spread(load_scratch(mean, s), channel, channels, fold, inner, block_mean)
+        spread(scale, channel, channels, fold, inner, block_scale)
+        spread(shift, channel, channels, fold, inner, block_shift)
 
 
 @kernel
@@ -235,28 +206,20 @@ def _transform_columns(
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
-    blocks = -(-group // block_channels)
     most = fold * block_channels * inner
     block_mean, block_scale, block_shift = scratch(x, most), scratch(x, most), scratch(x, most)
-    stride = fold * group * inner
     task = tasks - 1 - next_task(counter)
     while task >= 0:
-        block = task % blocks
-        part = task // blocks % parts
-        entry = task // (blocks * parts)
-        first = block * block_channels
-        channels = min(block_channels, group - first)
-        first_row = part * part_rows
-        tail_width = tail_rows * group * inner if part == parts - 1 else 0
+        statistic, g, channels, _, start, height, tail = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
+        )
         _spread(
-            x, entry * group + first, first, channels, fold, inner,
-            mean, residual, inv_std, weight, bias,
+            x, statistic, g, channels, fold, inner, mean, residual, inv_std, weight, bias,
             block_mean, block_scale, block_shift,
         )  # fmt: skip
         columns_transform(
-            x, y, (entry * outer * group + first) * inner + first_row * stride, stride,
-            min(part_rows, rows - first_row), fold * channels * inner, tail_width,
-            block_mean, block_scale, block_shift, streaming,
+            x, y, start, fold * group * inner, height, fold * channels * inner,
+            tail * channels * inner, block_mean, block_scale, block_shift, streaming,
         )  # fmt: skip
         task = tasks - 1 - next_task(counter)
 
@@ -267,9 +230,8 @@ def _normalize_columns(
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
-    """A task is one block of whole channels; `statistics` gets what `save` writes."""
+    """A task is one block of whole channels; `statistics` gets what `_save` writes."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
-    blocks = -(-group // block_channels)
     most = fold * block_channels * inner
     center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
     block_mean, block_scale, block_shift = scratch(x, most), scratch(x, most), scratch(x, most)
@@ -278,31 +240,27 @@ def _normalize_columns(
     stride = fold * group * inner
     task = next_task(counter)
     while task < tasks:
-        block = task % blocks
-        entry = task // blocks
-        first = block * block_channels
-        statistic = entry * group + first
-        channels = min(block_channels, group - first)
+        statistic, g, channels, _, start, _, _ = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
+        )
         width = fold * channels * inner
-        start = (entry * outer * group + first) * inner
         moments[:, :] = 0.0
         for part in range(parts):
-            first_row = part * part_rows
-            height = min(part_rows, rows - first_row)
-            part_tail = tail_rows if part == parts - 1 else 0
-            columns_part(
-                x, start + first_row * stride, stride, height, width, part_tail * channels * inner,
-                chunk_rows, center, total, squares, position_mean, position_m2,
+            height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
+            columns_moments(
+                x, start + part * part_rows * stride, stride, height, width,
+                tail * channels * inner, chunk_rows,
+                center, total, squares, position_mean, position_m2,
             )  # fmt: skip
             for channel in range(channels):
-                count, channel_mean, channel_m2 = channel_of_columns(
-                    channel, channels, fold, inner, height, part_tail, position_mean, position_m2
+                size, part_mean, part_m2 = channel_of_columns(
+                    channel, channels, fold, inner, height, tail, position_mean, position_m2
                 )
                 merged = merge_moments(
                     moments[channel, 0], moments[channel, 1], moments[channel, 2],
-                    count, channel_mean, channel_m2,
+                    size, part_mean, part_m2,
                 )  # fmt: skip
-                moments[channel, 0] += count
+                moments[channel, 0] += size
                 moments[channel, 1], moments[channel, 2] = merged
         for channel in range(channels):
             _save(
@@ -310,11 +268,11 @@ def _normalize_columns(
                 moments[channel, 0], moments[channel, 1], moments[channel, 2], eps,
             )  # fmt: skip
         _spread(
-            x, statistic, first, channels, fold, inner, mean, residual, inv_std, weight, bias,
+            x, statistic, g, channels, fold, inner, mean, residual, inv_std, weight, bias,
             block_mean, block_scale, block_shift,
         )  # fmt: skip
         columns_transform(
-            x, y, start, stride, rows, width, tail_rows * group * inner,
+            x, y, start, stride, rows, width, tail_rows * channels * inner,
             block_mean, block_scale, block_shift, streaming,
         )  # fmt: skip
         task = next_task(counter)

@@ -1,0 +1,70 @@
+"""Where the pieces of a plan lie: the index arithmetic that all kernels share."""
+
+from __future__ import annotations
+
+from .elements import device_function, store
+
+# --- segments: a channel is `outer` runs of `inner` elements ------------------
+
+
+@device_function
+def segments_unit(unit, outer, group, inner, parts):
+    """(statistic, g, part, base) of a unit of work: one part of the channel that begins at base."""
+    statistic, part = unit // parts, unit % parts
+    g = statistic % group
+    return statistic, g, part, (statistic // group * outer * group + g) * inner
+
+
+@device_function
+def segments_chunk(chunk, outer, inner, chunk_rows, chunk_length):
+    """(first row, rows, offset in each run, length) of a chunk of a channel."""
+    pieces = -(-inner // chunk_length)
+    row = chunk // pieces * chunk_rows
+    offset = chunk % pieces * chunk_length
+    return row, min(chunk_rows, outer - row), offset, min(chunk_length, inner - offset)
+
+
+@device_function
+def segments_chunks(outer, inner, chunk_rows, chunk_length):
+    """Number of chunks in a channel."""
+    return -(-outer // chunk_rows) * -(-inner // chunk_length)
+
+
+# --- columns: folded rows of positions, in blocks of channels -----------------
+
+
+@device_function
+def columns_piece(
+    task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
+):
+    """One part of a block: (statistic, g, channels, part, start, height, tail).
+
+    It is `height` folded rows from `start` on of the `channels` channels from g
+    on, whose statistics begin at `statistic`, and below them `tail` rows of the
+    array that fill no folded row. For whole blocks parts is 1 and part_rows rows.
+    """
+    blocks = -(-group // block_channels)
+    g = task % blocks * block_channels
+    part = task // blocks % parts
+    entry = task // (blocks * parts)
+    height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
+    start = entry * outer * group * inner + g * inner + part * part_rows * fold * group * inner
+    return entry * group + g, g, min(block_channels, group - g), part, start, height, tail
+
+
+@device_function
+def columns_part(part, rows, tail_rows, part_rows, parts):
+    """(folded rows, rows of the array below them) of a part."""
+    return min(part_rows, rows - part * part_rows), tail_rows if part == parts - 1 else 0
+
+
+@device_function
+def spread(value, channel, channels, fold, inner, block):
+    """Write a channel's number to all its positions.
+
+    Copy k of a channel is `inner` positions from (k * channels + channel) * inner on.
+    """
+    for copy in range(fold):
+        first = (copy * channels + channel) * inner
+        for p in range(first, first + inner):
+            store(block, p, value)
