@@ -141,6 +141,7 @@ def batch_norm_forward(
     whose mean is 10^4 times its standard deviation loses no digits, a constant
     channel gives exactly `bias`.
     """
+    given = out
     (x, weight, bias, running_mean, running_var, out), export = arrays.adopt(
         _FORWARD_NAMES, x, weight, bias, running_mean, running_var, out
     )
@@ -195,7 +196,8 @@ def batch_norm_forward(
     saved = BatchNormSaved(
         export(mean), export(inv_std), export(residual), training, axis, x.shape, bias_dtype
     )
-    return export(operands.finish()), saved
+    y = operands.finish()
+    return export(y) if given is None else given, saved
 
 
 def batch_norm_backward(
@@ -250,6 +252,7 @@ def batch_norm_backward(
         raise TypeError(
             f"saved: expected what batch_norm_forward returned, got {type(saved).__name__}"
         )
+    given = out
     (dy, x, weight, out, mean, inv_std, residual), export = arrays.adopt(
         ("dy", "x", "weight", "out", "saved.mean", "saved.inv_std", "saved.residual"),
         dy, x, weight, out, saved.mean, saved.inv_std, saved.residual,
@@ -309,7 +312,8 @@ def batch_norm_backward(
             dweight = _as(sum_dy_xmu * inv_std, weight_dtype)
     if want_dbias:
         dbias = _as(sum_dy, bias_dtype)
-    return export(dx), export(dweight), export(dbias)
+    dx = export(dx) if given is None else given
+    return dx, export(dweight), export(dbias)
 
 
 def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
@@ -382,6 +386,7 @@ def batch_norm_transform(
     ValueError, TypeError
         For shapes and values, and for types and dtypes.
     """
+    given = out
     (x, mean, inv_std, weight, bias, out), export = arrays.adopt(
         ("x", "mean", "inv_std", "weight", "bias", "out"), x, mean, inv_std, weight, bias, out
     )
@@ -402,7 +407,8 @@ def batch_norm_transform(
             _as(bias, dtype), batch_norm_geometry(source.shape, operands.order.index(axis)),
             operands.out,
         )  # fmt: skip
-    return export(operands.finish())
+    result = operands.finish()
+    return export(result) if given is None else given
 
 
 def batch_norm_backward_reduce(
@@ -492,6 +498,7 @@ def batch_norm_backward_transform(
     ValueError, TypeError
         For shapes and values, and for types and dtypes.
     """
+    given = out
     (dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out), export = arrays.adopt(
         ("dy", "x", "mean", "inv_std", "weight", "sum_dy", "sum_dy_xmu", "out"),
         dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out,
@@ -517,7 +524,8 @@ def batch_norm_backward_transform(
             _as(sum_dy, dtype), _as(sum_dy_xmu, dtype), count,
             batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
         )  # fmt: skip
-    return export(operands.finish())
+    result = operands.finish()
+    return export(result) if given is None else given
 
 
 def update_running_statistics(

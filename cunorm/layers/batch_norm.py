@@ -158,7 +158,7 @@ class BatchNorm:
             correction=self.correction,
             channel_axis=self.channel_axis,
         )
-        if updating and y.size != 0:
+        if updating and 0 not in saved.shape:
             self.num_batches_tracked += 1  # type: ignore[operator]
         self._cache = x, saved
         return y

@@ -1,0 +1,131 @@
+"""Arrays of other frameworks through DLPack: no copy, and results of the caller's own type.
+
+The stand-in below has only what the array standard and PyTorch have in common; the
+same tests run on PyTorch itself where it is installed.
+"""
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cunorm
+
+uint16 = np.uint16
+bfloat16 = ml_dtypes.bfloat16
+
+
+class Tensor:
+    """An array type of a framework that cunorm has never heard of: this module."""
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype = array.dtype
+
+    def __dlpack__(self, **options):
+        if self.dtype == bfloat16:
+            raise BufferError("NumPy has no bfloat16 in DLPack")
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def view(self, dtype):
+        return Tensor(self.array.view(dtype))
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+
+def from_dlpack(array):
+    return Tensor(np.from_dlpack(array))
+
+
+def to_numpy(value):
+    if isinstance(value, Tensor):
+        return value.array
+    if value.dtype == sys.modules["torch"].bfloat16:
+        return value.view(sys.modules["torch"].uint16).numpy().view(bfloat16)
+    return value.numpy()
+
+
+def from_numpy(framework, array):
+    if framework == "stand-in":
+        return Tensor(array)
+    torch = sys.modules["torch"]
+    if array.dtype == bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@pytest.fixture(params=["stand-in", "torch"])
+def framework(request):
+    if request.param == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
+def test_round_trip(rng, framework, dtype):
+    x, dy = (rng.standard_normal((6, 4, 5)).astype(dtype) for _ in range(2))
+    accumulator = np.float64 if dtype == np.float64 else np.float32
+    weight = rng.standard_normal(4).astype(accumulator)
+    running = np.zeros(4, accumulator), np.ones(4, accumulator)
+    theirs = [from_numpy(framework, a.copy()) for a in (x, weight, *running, dy)]
+    y, saved = cunorm.batch_norm_forward(x, weight, None, *running)
+    gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
+    their_y, their_saved = cunorm.batch_norm_forward(theirs[0], theirs[1], None, *theirs[2:4])
+    their_gradients = cunorm.batch_norm_backward(theirs[4], theirs[0], their_saved, theirs[1])
+    assert type(their_y) is type(theirs[0])
+    assert type(their_saved.mean) is type(theirs[0])
+    for ours, other in [
+        (y, their_y),
+        (saved.mean, their_saved.mean),
+        (running[0], theirs[2]),  # updated in place, through the view
+        (running[1], theirs[3]),
+        *zip(gradients, their_gradients, strict=True),
+    ]:
+        assert to_numpy(other).dtype == ours.dtype
+        np.testing.assert_array_equal(to_numpy(other), ours)
+
+
+def test_memory_is_shared(rng, framework):
+    """`out` is written where it lies, and comes back as the very object given."""
+    x = rng.standard_normal((6, 4, 5)).astype(np.float32)
+    out = from_numpy(framework, np.zeros_like(x))
+    theirs = from_numpy(framework, x)
+    y, saved = cunorm.batch_norm_forward(theirs, out=out)
+    expected, ours = cunorm.batch_norm_forward(x)
+    assert y is out
+    np.testing.assert_array_equal(to_numpy(out), expected)
+    dx, _, _ = cunorm.batch_norm_backward(theirs, theirs, saved, out=out)
+    assert dx is out
+    np.testing.assert_array_equal(to_numpy(out), cunorm.batch_norm_backward(x, x, ours)[0])
+
+
+def test_layer(rng, framework):
+    x = rng.standard_normal((6, 4, 5)).astype(np.float32)
+    ours, theirs = cunorm.BatchNorm(4), cunorm.BatchNorm(4)
+    np.testing.assert_array_equal(to_numpy(theirs(from_numpy(framework, x))), ours(x))
+    dx = theirs.backward(from_numpy(framework, x))
+    np.testing.assert_array_equal(to_numpy(dx), ours.backward(x))
+    np.testing.assert_array_equal(theirs.running_var, ours.running_var)
+    theirs.load_state_dict({n: from_numpy(framework, v) for n, v in ours.state_dict().items()})
+
+
+def test_tensor_that_requires_gradients():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    x = torch.zeros((4, 3), requires_grad=True)
+    with pytest.raises(TypeError, match=r"x: Tensor cannot be shared through DLPack: .*detach"):
+        cunorm.batch_norm_forward(x)
+
+
+def test_device_unknown():
+    class Elsewhere(Tensor):
+        def __dlpack_device__(self):
+            return 8, 0
+
+    with pytest.raises(TypeError, match="x: expected an array on a CPU or CUDA device"):
+        cunorm.batch_norm_forward(Elsewhere(np.zeros((3, 4))))
