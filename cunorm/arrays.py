@@ -57,8 +57,8 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Export]:
     else:
         return values, _same
     views = [None if v is None else _view(n, v) for n, v in zip(names, values, strict=True)]
-    first = next(value for value in values if value is not None)
-    return views, _same if isinstance(first, np.ndarray) else _exporter(first)
+    name, first = next((n, v) for n, v in zip(names, values, strict=True) if v is not None)
+    return views, _same if isinstance(first, np.ndarray) else _exporter(name, first)
 
 
 def _view(name: str, value: Any) -> np.ndarray:
@@ -75,7 +75,7 @@ def _view(name: str, value: Any) -> np.ndarray:
         )
     device, _ = value.__dlpack_device__()
     if device in _DLPACK_CUDA:
-        raise RuntimeError(f"{name} lies on a GPU: {cuda_missing()}")
+        raise TypeError(f"{name}: expected an array on the CPU, got one on a GPU: {cuda_missing()}")
     if device != _DLPACK_CPU:
         raise TypeError(
             f"{name}: expected an array on a CPU or CUDA device, got DLPack device {device}"
@@ -84,7 +84,8 @@ def _view(name: str, value: Any) -> np.ndarray:
         if _is_bfloat16(value):
             import ml_dtypes
 
-            return np.from_dlpack(value.view(_namespace(value).uint16)).view(ml_dtypes.bfloat16)
+            integers = value.view(_namespace(name, value).uint16)
+            return np.from_dlpack(integers).view(ml_dtypes.bfloat16)
         return np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError) as error:
         raise TypeError(
@@ -96,14 +97,22 @@ def _is_bfloat16(value: Any) -> bool:
     return str(getattr(value, "dtype", "")).endswith("bfloat16")
 
 
-def _namespace(value: Any) -> Any:
+def _namespace(name: str, value: Any) -> Any:
+    """The module of an array's framework, which makes such arrays with its from_dlpack."""
     if hasattr(value, "__array_namespace__"):
         return value.__array_namespace__()
-    return sys.modules[type(value).__module__.partition(".")[0]]
+    for kind in type(value).__mro__:  # of a subclass' base, if need be
+        module = sys.modules.get(kind.__module__.partition(".")[0])
+        if hasattr(module, "from_dlpack"):
+            return module
+    raise TypeError(
+        f"{name}: expected an array of a framework with from_dlpack, to make the results with, "
+        f"got {type(value).__name__}"
+    )
 
 
-def _exporter(value: Any) -> Export:
-    namespace = _namespace(value)
+def _exporter(name: str, value: Any) -> Export:
+    namespace = _namespace(name, value)
 
     def export(array: Any) -> Array:
         if array is None:

@@ -7,8 +7,10 @@ before anything is written, so a call that raises leaves everything as it was.
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from numbers import Real
 from typing import Any
@@ -33,6 +35,21 @@ def statistics_dtype(dtype: np.dtype) -> np.dtype:
 def _is_floating(dtype: np.dtype) -> bool:
     # bfloat16 is known by its name, so that ml_dtypes need not be imported.
     return dtype in _STATISTICS_DTYPES or bool(dtype.name == "bfloat16")
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it: arrays by their shape, nothing at length."""
+    if isinstance(value, np.ndarray):
+        return f"{type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def flag(name: str, value: Any) -> bool:
+    """A boolean, and nothing that merely counts as one."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {_shown(value)}")
+    return bool(value)
 
 
 def floating(name: str, array: np.ndarray) -> None:
@@ -94,10 +111,8 @@ def per_channel(name: str, array: np.ndarray | None, number: int, dtype: np.dtyp
             f"{name}: expected shape ({number},), one value a channel, got {array.shape}"
         )
     if array.dtype != dtype and array.dtype != _FLOAT32 and array.dtype != _FLOAT64:
-        raise TypeError(
-            f"{name}: expected dtype {dtype} (that of the data), float32 or float64, "
-            f"got {array.dtype}"
-        )
+        half = "" if dtype in (_FLOAT32, _FLOAT64) else f"{dtype} (that of the data), "
+        raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {array.dtype}")
 
 
 def statistic(name: str, array: np.ndarray, number: int) -> None:
@@ -160,16 +175,17 @@ def same_as_input(name: str, array: np.ndarray | None, x: np.ndarray) -> None:
 
 def integer(name: str, value: Any) -> int:
     """A Python or NumPy integer."""
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    return int(value.__index__())
+    if not isinstance(value, (bool, np.bool_, np.ndarray)):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name}: expected an integer, got {_shown(value)}")
 
 
 def _real(name: str, value: Any, expected: str) -> float:
     if type(value) is not float and (
         isinstance(value, (bool, np.bool_)) or not isinstance(value, Real)
     ):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+        raise TypeError(f"{name}: expected {expected}, got {_shown(value)}")
     return float(value)
 
 
@@ -188,10 +204,22 @@ def _fraction(name: str, value: Any) -> float:
     return number
 
 
-def averaging_factor(momentum: Any, exponential_average_factor: Any) -> float:
+def separate(running_mean: np.ndarray | None, running_var: np.ndarray | None) -> None:
+    """The running statistics are two arrays."""
+    if running_mean is None or running_var is None:
+        return
+    if np.may_share_memory(running_mean, running_var) and np.shares_memory(
+        running_mean, running_var
+    ):
+        raise ValueError(
+            "running_var: expected memory apart from running_mean, got an array that overlaps it"
+        )
+
+
+def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel: int = 3) -> float:
     """Weight of the new batch in the running statistics, from either way to give it.
 
-    To be called from the function that the user calls: a warning points there.
+    A warning points `stacklevel` frames up: to who calls the caller of this function.
     """
     if momentum is None:
         if exponential_average_factor is None:
@@ -210,7 +238,7 @@ def averaging_factor(momentum: Any, exponential_average_factor: Any) -> float:
             "convention); PyTorch calls the weight of the new batch momentum. For PyTorch's "
             f"meaning pass exponential_average_factor={momentum!r}",
             UserWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     return 1.0 - kept
 
@@ -223,7 +251,8 @@ def mask(output_mask: Any) -> tuple[bool, bool, bool]:
         wanted = ()
     if len(wanted) != 3 or not all(isinstance(flag, (bool, np.bool_)) for flag in wanted):
         raise ValueError(
-            f"output_mask: expected three booleans, for dx, dweight and dbias, got {output_mask!r}"
+            "output_mask: expected three booleans, for dx, dweight and dbias, "
+            f"got {_shown(output_mask)}"
         )
     return bool(wanted[0]), bool(wanted[1]), bool(wanted[2])
 
@@ -233,7 +262,8 @@ def several_values(count: int, shape: tuple[int, ...]) -> None:
     if count == 1:
         raise ValueError(
             "x: expected more than 1 value per channel when training, "
-            f"got input shape {shape}, whose variance is zero by construction"
+            f"got input shape {shape}; take a larger batch, or the running statistics "
+            "(training=False, eval())"
         )
 
 

@@ -60,6 +60,8 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     ValueError
         For no parts, a negative count, or parts of several numbers of channels.
     """
+    if isinstance(moments, Moments):
+        raise TypeError("moments: expected a sequence of Moments, got one that is in none")
     parts = list(moments)
     if not parts:
         raise ValueError("moments: expected at least one part, got none")
@@ -69,7 +71,10 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     export: arrays.Export | None = None
     for i, part in enumerate(parts):
         if not isinstance(part, tuple) or len(part) != 3:
-            raise TypeError(f"moments[{i}]: expected (count, mean, m2), got {part!r}")
+            raise TypeError(
+                f"moments[{i}]: expected (count, mean, m2), as batch_norm_statistics returns, "
+                f"got {type(part).__name__}"
+            )
         count = checks.integer(f"moments[{i}].count", part[0])
         if count < 0:
             raise ValueError(f"moments[{i}].count: expected at least 0, got {count}")

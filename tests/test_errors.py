@@ -85,6 +85,10 @@ FORWARD = [
     ({"exponential_average_factor": -1}, ValueError, "exponential_average_factor: expected"),
     ({"exponential_average_factor": float("nan")}, ValueError, "exponential_average_factor"),
     ({"exponential_average_factor": "0.1"}, TypeError, "exponential_average_factor: .*'0.1'"),
+    ({"training": 1}, TypeError, "training: expected True or False, got 1"),
+    ({"momentum": np.full(9, 0.9)}, TypeError, r"momentum: .* got ndarray of shape \(9,\)"),
+    ({"channel_axis": np.arange(3.0)}, TypeError, r"channel_axis: .* got ndarray of shape"),
+    ({"x": "x" * 1000}, TypeError, "x: expected an array .* got str$"),
     ({"eps": -1e-5}, ValueError, "eps: expected a finite number of at least 0, got -1e-05"),
     ({"eps": float("nan")}, ValueError, "eps: expected a finite number"),
     ({"eps": float("inf")}, ValueError, "eps: expected a finite number"),
@@ -213,6 +217,7 @@ def test_empty(shape, training):
 def verbs(state):
     x, dy, row = state.x, state.dy, state.weight
     longer = np.zeros(5, np.float32)
+    longest = np.zeros(4)
     number = np.zeros(4, np.int64)
     gradient = cunorm.batch_norm_backward_transform
     update = cunorm.update_running_statistics
@@ -234,11 +239,13 @@ def verbs(state):
         (update, (row, row, longer, row, 3), {}, ValueError, r"var: expected shape \(5,\)"),
         (update, (longer, row, row, row, 3), {}, ValueError, "running_mean: expected shape"),
         (update, (row, row, None, row, 3), {}, ValueError, "mean: expected an array"),
-        (update, (row, row, row, row, -3), {}, ValueError, "count: expected at least 0"),
-        (update, (row, row, row, row, 1), {}, ValueError, "correction: expected less than the 1"),
-        (update, (row, row, row, row, 3), {"momentum": 2}, ValueError, "momentum: expected"),
+        (update, (row, longest, row, row, -3), {}, ValueError, "count: expected at least 0"),
+        (update, (row, longest, row, row, 1), {}, ValueError, "correction: expected less"),
+        (update, (row, longest, row, row, 3), {"momentum": 2}, ValueError, "momentum: expected"),
         (cunorm.merge_moments, ([],), {}, ValueError, "moments: expected at least one part"),
         (cunorm.merge_moments, ([row],), {}, TypeError, r"moments\[0\]: expected \(count, mean"),
+        (cunorm.merge_moments, (moments,), {}, TypeError, "moments: expected a sequence of Mom"),
+        (update, (row, row, row, row, 3), {}, ValueError, "running_var: expected memory apart"),
         (cunorm.merge_moments, ([(-1, row, row)],), {}, ValueError, r"moments\[0\].count"),
         (cunorm.merge_moments, ([(1.5, row, row)],), {}, TypeError, r"moments\[0\].count"),
         (
@@ -255,10 +262,10 @@ def verbs(state):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", range(28))
+@pytest.mark.parametrize("case", range(30))
 def test_verbs(state, case):
     function, arguments, options, error, message = verbs(state)[case]
-    assert len(verbs(state)) == 28
+    assert len(verbs(state)) == 30
     with pytest.raises(error, match=message):
         function(*arguments, **options)
 
@@ -274,5 +281,5 @@ class OnGpu:
 
 
 def test_gpu_arrays_are_refused_with_the_reason(state):
-    with pytest.raises(RuntimeError, match=r"weight lies on a GPU: .* no CUDA backend"):
+    with pytest.raises(TypeError, match=r"weight: .* got one on a GPU: .* no CUDA backend"):
         state.forward(weight=OnGpu())

@@ -122,6 +122,22 @@ def test_tensor_that_requires_gradients():
         cunorm.batch_norm_forward(x)
 
 
+def test_framework_without_a_way_back(rng):
+    """Found out before anything is computed; a subclass is its base's framework's."""
+    x = rng.standard_normal((6, 4)).astype(np.float32)
+    bare = {"__dlpack__": x.__dlpack__, "__dlpack_device__": x.__dlpack_device__}
+    one_way = type("OneWay", (), {"__module__": "nowhere"} | {
+        name: staticmethod(method) for name, method in bare.items()
+    })()  # fmt: skip
+    running = np.zeros(4, np.float32), np.ones(4, np.float32)
+    with pytest.raises(TypeError, match="x: expected an array of a framework with from_dlpack"):
+        cunorm.batch_norm_forward(one_way, None, None, *running)
+    assert not running[0].any()
+    derived = type("Derived", (Tensor,), {"__module__": "nowhere"})
+    y, _ = cunorm.batch_norm_forward(derived(x))
+    assert type(y) is Tensor
+
+
 def test_device_unknown():
     class Elsewhere(Tensor):
         def __dlpack_device__(self):

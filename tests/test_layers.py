@@ -54,11 +54,43 @@ def test_is_the_functions(batches, rng):
     assert_same_state(layer.state_dict(), before)
 
 
-def test_parameters_are_the_arrays_themselves():
-    """An optimizer updates them in place."""
-    layer = cunorm.BatchNorm(3)
+def test_parameters_and_gradients_are_the_layers_own(batches):
+    """An optimizer may change the arrays or put others in their place."""
+    layer = cunorm.BatchNorm(4)
     layer.parameters["weight"] -= 0.5
-    np.testing.assert_array_equal(layer.weight, np.full(3, 0.5, np.float32))
+    np.testing.assert_array_equal(layer.weight, np.full(4, 0.5, np.float32))
+    layer.parameters["bias"] = layer.parameters["bias"] + 2
+    np.testing.assert_array_equal(layer.bias, np.full(4, 2, np.float32))
+    y = layer(batches[0])
+    np.testing.assert_allclose(y.mean((0, 2)), np.full(4, 2), rtol=1e-5)
+    layer.backward(y)
+    layer.gradients["weight"] = layer.gradients["weight"] * 0
+    assert not layer.gradients["weight"].any()
+    layer.weight = np.full(4, 3.0)
+    assert layer.parameters["weight"].dtype == np.float64
+    layer.parameters["weight"] = np.ones(5, np.float32)
+    with pytest.raises(ValueError, match=r"weight: expected shape \(4,\)"):
+        layer(batches[0])
+
+
+def test_averaging_can_be_changed(batches):
+    """In fine-tuning, say; momentum and factor are two views of one number."""
+    layer = cunorm.BatchNorm(4)
+    assert (layer.momentum, layer.exponential_average_factor) == (0.9, 0.1)
+    layer.momentum = 0.75
+    assert layer.exponential_average_factor == 0.25
+    layer.exponential_average_factor = 1
+    layer(batches[0])
+    np.testing.assert_allclose(layer.running_mean, batches[0].mean((0, 2)), rtol=1e-5)
+    layer.exponential_average_factor = "cumulative"
+    assert layer.momentum is None
+    with pytest.raises(ValueError, match="from 0 to 1 or \"cumulative\", got 'sometimes'"):
+        layer.exponential_average_factor = "sometimes"
+    with pytest.raises(ValueError, match="momentum: expected"):
+        layer.momentum = 2
+    with pytest.warns(UserWarning, match="PyTorch") as record:
+        layer.momentum = 0.1
+    assert record[0].filename == __file__
 
 
 def test_recomputation_leaves_running_statistics_alone(batches):
@@ -131,13 +163,13 @@ def test_without_parameters(batches):
 
 def test_backward_needs_its_forward(batches):
     layer = cunorm.BatchNorm(4)
-    with pytest.raises(RuntimeError, match="backward: expected a call of forward before"):
+    with pytest.raises(RuntimeError, match="backward: expected a call of forward before each"):
         layer.backward(batches[0])
     layer(batches[0])
     with pytest.raises(ValueError, match="dy: expected the shape of x"):
         layer.backward(batches[0][:2])
     layer.backward(batches[0])  # the failed call changed nothing
-    with pytest.raises(RuntimeError, match="backward: expected a call of forward before"):
+    with pytest.raises(RuntimeError, match="backward: expected a call of forward before each"):
         layer.backward(batches[0])
 
 
@@ -216,6 +248,11 @@ def test_pytorch_names_and_dtypes():
     del state["num_batches_tracked"]  # absent in old files
     layer.load_state_dict(state)
     assert layer.num_batches_tracked == 0
+    layer.load_state_dict(state | {"num_batches_tracked": 3})
+    assert layer.num_batches_tracked == 3
+    for wrong in ("state.npz", None, [1]):
+        with pytest.raises(TypeError, match="state: expected a mapping of names to arrays, got"):
+            layer.load_state_dict(wrong)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +263,10 @@ def test_pytorch_names_and_dtypes():
         ({"running_var": np.zeros(5)}, ValueError, r"state\['running_var'\]: expected shape"),
         ({"running_var": np.zeros(4, int)}, TypeError, r"state\['running_var'\]: expected dtype"),
         ({"running_var": [1.0] * 4}, TypeError, r"state\['running_var'\]: expected an array"),
+        ({"running_var": None, "bias": None}, ValueError, r"missing \['bias', 'running_var'\]"),
         ({"num_batches_tracked": np.zeros(())}, TypeError, "num_batches_tracked.*integers"),
+        ({"num_batches_tracked": -1}, ValueError, "num_batches_tracked.*at least 0, got -1"),
+        ({"num_batches_tracked": np.zeros(1, int)}, ValueError, r"expected shape \(\), got \(1,\)"),
     ],
 )
 def test_bad_state(batches, changes, error, message):
@@ -240,13 +280,19 @@ def test_bad_state(batches, changes, error, message):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float64, ml_dtypes.bfloat16])
-def test_dtype(dtype, rng):
+def test_dtype(dtype, rng, tmp_path):
     layer = cunorm.BatchNorm(4, dtype=dtype, channel_axis=-1)
-    assert layer.weight.dtype == layer.running_mean.dtype
+    wide = np.float64 if dtype == np.float64 else np.float32
+    assert layer.running_mean.dtype == layer.running_var.dtype == wide
     x = rng.standard_normal((6, 5, 4)).astype(layer.weight.dtype)
     assert layer(x).dtype == x.dtype
     layer.backward(x)
     assert layer.gradients["bias"].dtype == x.dtype
+    np.savez(tmp_path / "state.npz", **layer.state_dict())
+    other = cunorm.BatchNorm(4, dtype=dtype)
+    with np.load(tmp_path / "state.npz") as state:
+        other.load_state_dict(state)
+    assert_same_state(other.state_dict(), layer.state_dict())
 
 
 def test_devices():
@@ -264,7 +310,9 @@ def test_bad_arguments():
         ({"num_features": -1}, ValueError, "num_features: expected at least 0"),
         ({"num_features": 2.0}, TypeError, "num_features: expected an integer"),
         ({"eps": -1}, ValueError, "eps: expected"),
-        ({"exponential_average_factor": "sometimes"}, TypeError, "exponential_average_factor"),
+        ({"exponential_average_factor": "sometimes"}, ValueError, '1 or "cumulative", got'),
+        ({"affine": "no"}, TypeError, "affine: expected True or False, got 'no'"),
+        ({"track_running_statistics": None}, TypeError, "track_running_statistics: expected True"),
         ({"exponential_average_factor": 2}, ValueError, "exponential_average_factor"),
         ({"exponential_average_factor": "cumulative", "momentum": 0.9}, ValueError, "one of them"),
         ({"correction": -1}, ValueError, "correction: expected"),
@@ -277,6 +325,7 @@ def test_bad_arguments():
 
 
 def test_repr():
-    assert repr(cunorm.BatchNorm(3)).startswith(
-        "BatchNorm(3, eps=1e-05, exponential_average_factor=0.1"
+    assert repr(cunorm.BatchNorm(3, momentum=0.99)) == (
+        "BatchNorm(3, eps=1e-05, exponential_average_factor=0.01, correction=1, affine=True, "
+        "track_running_statistics=True, channel_axis=1, dtype=float32, training=True, frozen=False)"
     )

@@ -37,6 +37,26 @@ def test_mean_much_larger_than_std(rng, shape, axis, dtype, ratio):
 
 
 @pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
+def test_float64_mean_in_the_steps(rng, shape, axis):
+    """Given a mean with all its digits, the steps lose none of float32 data either."""
+    x = (rng.standard_normal(shape) + 1e4).astype(np.float32)
+    dy = rng.standard_normal(shape).astype(np.float32)
+    count = x.size // 3
+    result = reference.forward(x, channel_axis=axis)
+    y = cunorm.batch_norm_transform(x, result.mean, result.inv_std, channel_axis=axis)
+    bound = tolerances.y_bound(result, None, None, count, np.float32, axis)
+    assert_within(y, result.y, bound, "y")
+    sums = cunorm.batch_norm_backward_reduce(dy, x, result.mean, channel_axis=axis)
+    expected = reference.backward(dy, x, channel_axis=axis)
+    bounds = tolerances.backward_bounds(expected, result, dy, None, count, np.float32, axis)
+    assert_within(sums[1] * result.inv_std, expected.dweight, bounds.dweight, "sum_dy_xmu")
+    dx = cunorm.batch_norm_backward_transform(
+        dy, x, result.mean, result.inv_std, None, *sums, count, channel_axis=axis
+    )
+    assert_within(dx, expected.dx, bounds.dx, "dx")
+
+
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
 def test_outlier_first(rng, shape, axis):
     """A pivot far from everything else costs nothing."""
     x = rng.standard_normal(shape).astype(np.float32)

@@ -41,8 +41,10 @@ class BatchNorm:
         Without running statistics the batch's own are used in inference too.
     channel_axis : int
         -1 for channels last.
-    dtype : dtype
-        Of parameters and running statistics: that of the data, float32 or float64.
+    dtype : dtype or "bfloat16"
+        Of `weight` and `bias`; float32 by default, which goes with data of any
+        dtype. For all digits of float64 data take float64. Running statistics
+        are float32, for float64 float64.
 
     Attributes
     ----------
@@ -80,44 +82,86 @@ class BatchNorm:
         self.eps = checks.not_negative("eps", eps)
         self.correction = checks.not_negative("correction", correction)
         self.channel_axis = checks.integer("channel_axis", channel_axis)
-        self._cumulative = exponential_average_factor == "cumulative"
-        self._factor = checks.averaging_factor(
-            momentum,
-            1.0 if exponential_average_factor == "cumulative" else exponential_average_factor,
-        )
         self.training = True
         self.frozen = False
+        self._factor: float | Literal["cumulative"] = _factor(momentum, exponential_average_factor)
         self._cache: tuple[Array, BatchNormSaved] | None = None
+        self._parameters: dict[str, Array] = {}
         self._gradients: dict[str, Array] = {}
 
         dtype = checks.floating_dtype("dtype", dtype)
-        self.weight: Array | None = np.ones(num_features, dtype) if affine else None
-        self.bias: Array | None = np.zeros(num_features, dtype) if affine else None
-        tracks = track_running_statistics
-        self.running_mean: Array | None = np.zeros(num_features, dtype) if tracks else None
-        self.running_var: Array | None = np.ones(num_features, dtype) if tracks else None
-        self.num_batches_tracked: Array | None = np.zeros((), np.int64) if tracks else None
+        if checks.flag("affine", affine):
+            self._parameters["weight"] = np.ones(num_features, dtype)
+            self._parameters["bias"] = np.zeros(num_features, dtype)
+        self.running_mean: Array | None = None
+        self.running_var: Array | None = None
+        self.num_batches_tracked: Array | None = None
+        if checks.flag("track_running_statistics", track_running_statistics):
+            statistics_dtype = checks.statistics_dtype(dtype)
+            self.running_mean = np.zeros(num_features, statistics_dtype)
+            self.running_var = np.ones(num_features, statistics_dtype)
+            self.num_batches_tracked = np.zeros((), np.int64)
 
     def __repr__(self) -> str:
+        dtype = self.weight.dtype if self.weight is not None else None
+        factor = self._factor if self._factor == "cumulative" else f"{self._factor:g}"
         return (
-            f"BatchNorm({self.num_features}, eps={self.eps}, "
-            f"exponential_average_factor={'cumulative' if self._cumulative else self._factor}, "
-            f"affine={self.weight is not None}, "
+            f"BatchNorm({self.num_features}, eps={self.eps:g}, "
+            f"exponential_average_factor={factor}, "
+            f"correction={self.correction:g}, affine={self.weight is not None}, "
             f"track_running_statistics={self.running_mean is not None}, "
-            f"channel_axis={self.channel_axis})"
+            f"channel_axis={self.channel_axis}, dtype={dtype}, "
+            f"training={self.training}, frozen={self.frozen})"
         )
 
     @property
+    def weight(self) -> Array | None:
+        """Scale of every channel."""
+        return self._parameters.get("weight")
+
+    @weight.setter
+    def weight(self, value: Array) -> None:
+        self._parameters["weight"] = value
+
+    @property
+    def bias(self) -> Array | None:
+        """Shift of every channel."""
+        return self._parameters.get("bias")
+
+    @bias.setter
+    def bias(self, value: Array) -> None:
+        self._parameters["bias"] = value
+
+    @property
     def parameters(self) -> dict[str, Array]:
-        """The arrays to train, by the names ``weight`` and ``bias``; none when frozen."""
-        if self.frozen or self.weight is None:
-            return {}
-        return {"weight": self.weight, "bias": self.bias}
+        """The arrays to train, by the names ``weight`` and ``bias``; none when frozen.
+
+        The dict is the layer's own: change the arrays in place, or put others in it.
+        """
+        return {} if self.frozen else self._parameters
 
     @property
     def gradients(self) -> dict[str, Array]:
         """What the last ``backward`` found for `parameters`, by the same names."""
-        return dict(self._gradients)
+        return self._gradients
+
+    @property
+    def exponential_average_factor(self) -> float | Literal["cumulative"]:
+        """Weight given to the new batch in the running statistics; can be set."""
+        return self._factor
+
+    @exponential_average_factor.setter
+    def exponential_average_factor(self, value: float | Literal["cumulative"]) -> None:
+        self._factor = _factor(None, value)
+
+    @property
+    def momentum(self) -> float | None:
+        """Weight kept on the old running statistics; None if cumulative; can be set."""
+        return None if self._factor == "cumulative" else 1.0 - self._factor
+
+    @momentum.setter
+    def momentum(self, value: float) -> None:
+        self._factor = checks.averaging_factor(value, None)
 
     def forward(self, x: Array, *, update_statistics: bool = True) -> Array:
         """Normalize x and keep what ``backward`` needs.
@@ -139,12 +183,13 @@ class BatchNorm:
         ValueError, TypeError
             As `cunorm.batch_norm_forward`; the layer is as it was then.
         """
+        update_statistics = checks.flag("update_statistics", update_statistics)
         adapting = self.training and not self.frozen
         tracks = self.running_mean is not None
         updating = adapting and tracks and update_statistics
         factor = self._factor
-        if updating and self._cumulative:
-            factor = 1.0 / (int(self.num_batches_tracked) + 1)  # type: ignore[arg-type]
+        if factor == "cumulative":
+            factor = 1.0 / (int(self.num_batches_tracked) + 1) if updating else 0.0  # type: ignore[arg-type]
         self._check_channels(x)
         y, saved = batch_norm_forward(
             x,
@@ -188,9 +233,7 @@ class BatchNorm:
             As `cunorm.batch_norm_backward`; the layer is as it was then.
         """
         if self._cache is None:
-            raise RuntimeError(
-                "backward: expected a call of forward before, each serves one backward"
-            )
+            raise RuntimeError("backward: expected a call of forward before each call, got none")
         x, saved = self._cache
         trains = bool(self.parameters)
         dx, dweight, dbias = batch_norm_backward(
@@ -261,15 +304,20 @@ class BatchNorm:
 
         Values are copied and cast to the layer's dtypes. Arrays of a PyTorch
         state dict, of ``numpy.load`` and of `state_dict` will do; a missing
-        ``num_batches_tracked`` counts as 0.
+        ``num_batches_tracked`` counts as 0. In a whole network's state dict the
+        names have the module's before them ("bn1.weight"): take that off first.
 
         Raises
         ------
         ValueError
             For missing or unknown names and wrong shapes; nothing has been loaded then.
         TypeError
-            For values that are no numeric arrays; nothing has been loaded then.
+            For what is no mapping to numeric arrays; nothing has been loaded then.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"state: expected a mapping of names to arrays, got {type(state).__name__}"
+            )
         own = self._state()
         given = {name: state[name] for name in state}
         if "num_batches_tracked" in own:
@@ -280,22 +328,31 @@ class BatchNorm:
             raise ValueError(
                 f"state: expected the names {sorted(own)}; missing {missing}, unknown {unknown}"
             )
-        loaded = {}
-        for name, array in own.items():
-            (value,), _ = arrays.adopt((f"state[{name!r}]",), given[name])
-            if value.shape != array.shape:
-                raise ValueError(
-                    f"state[{name!r}]: expected shape {array.shape}, got {value.shape}"
-                )
-            if array.dtype == np.int64:
-                if not np.issubdtype(value.dtype, np.integer):
-                    raise TypeError(f"state[{name!r}]: expected integers, got dtype {value.dtype}")
-            else:
-                checks.floating(f"state[{name!r}]", value)
-            loaded[name] = value
+        loaded = {name: self._checked(name, array, given[name]) for name, array in own.items()}
         for name, array in own.items():
             with np.errstate(over="ignore"):
                 array[...] = loaded[name]
+
+    @staticmethod
+    def _checked(name: str, array: np.ndarray, value: Any) -> Any:
+        """A value that can be loaded into one of the layer's arrays."""
+        label = f"state[{name!r}]"
+        if name == "num_batches_tracked" and isinstance(value, (int, np.integer)):
+            value = np.asarray(value)
+        (value,), _ = arrays.adopt((label,), value)
+        if value is None or value.shape != array.shape:
+            got = "None" if value is None else value.shape
+            raise ValueError(f"{label}: expected shape {array.shape}, got {got}")
+        if name == "num_batches_tracked":
+            if not np.issubdtype(value.dtype, np.integer):
+                raise TypeError(f"{label}: expected integers, got dtype {value.dtype}")
+            if value < 0:
+                raise ValueError(f"{label}: expected at least 0, got {value}")
+            return value
+        if array.dtype.name == "bfloat16" and value.dtype == "V2":  # how NumPy's files hold it
+            value = value.view(array.dtype)
+        checks.floating(label, value)
+        return value
 
     def _state(self) -> dict[str, Array]:
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -312,3 +369,16 @@ class BatchNorm:
                 f"x: expected {self.num_features} channels at axis {self.channel_axis}, "
                 f"got shape {tuple(shape)}"
             )
+
+
+def _factor(momentum: Any, exponential_average_factor: Any) -> float | Literal["cumulative"]:
+    """Weight of the new batch, from either way to give it, for a layer."""
+    if not isinstance(exponential_average_factor, str):
+        return checks.averaging_factor(momentum, exponential_average_factor, stacklevel=4)
+    if exponential_average_factor != "cumulative":
+        raise ValueError(
+            'exponential_average_factor: expected a number from 0 to 1 or "cumulative", '
+            f"got {exponential_average_factor!r}"
+        )
+    checks.averaging_factor(momentum, 1.0)
+    return "cumulative"
