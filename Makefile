@@ -27,8 +27,9 @@ clean:
 
 # One stamp file for each set of extras; CUNORM_EXTRAS adds to them (cuda12, say).
 .venv/installed-%: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*$(if $(CUNORM_EXTRAS),$(comma)$(CUNORM_EXTRAS))]"
-	touch $@
+	@echo "installing cunorm[$*] and what it needs into .venv ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*$(if $(CUNORM_EXTRAS),$(comma)$(CUNORM_EXTRAS))]"
+	@touch $@
 
 comma := ,
