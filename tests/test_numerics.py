@@ -8,6 +8,7 @@ import tolerances
 from tolerances import assert_within
 
 import cunorm
+from cunorm.cpu import plan
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 LAYOUTS = [((16, 3, 30, 31), 1), ((40, 3, 9, 9), 1), ((16, 30, 31, 3), -1), ((5000, 3), 1)]
