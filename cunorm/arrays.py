@@ -80,6 +80,11 @@ def _view(name: str, value: Any) -> np.ndarray:
         raise TypeError(
             f"{name}: expected an array on a CPU or CUDA device, got DLPack device {device}"
         )
+    if getattr(value, "requires_grad", False):
+        raise TypeError(
+            f"{name}: expected an array that records no gradients, got a {type(value).__name__} "
+            "that requires them; pass its detach(), and give the gradients to your framework"
+        )
     try:
         if _is_bfloat16(value):
             import ml_dtypes
@@ -87,7 +92,7 @@ def _view(name: str, value: Any) -> np.ndarray:
             integers = value.view(_namespace(name, value).uint16)
             return np.from_dlpack(integers).view(ml_dtypes.bfloat16)
         return np.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError) as error:
+    except Exception as error:
         raise TypeError(
             f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}"
         ) from error
@@ -163,28 +168,29 @@ def _lies_in(order: tuple[int, ...], array: np.ndarray) -> bool:
 class Operands:
     """An output and the inputs it is computed from, all in one memory order.
 
-    The output has the memory order of the first input unless the caller gave
-    one. An input in another order, or with gaps, is copied: into the output
-    and computed from there, if no other input lies there; else anew.
+    The output has the memory order of `like` unless the caller gave one. An
+    input in another order, or with gaps, is copied: into the output and
+    computed from there, if no other input lies there; else anew.
 
     ``inputs`` and ``out`` are C-contiguous views whose axes are ``order``.
     """
 
     __slots__ = ("_result", "_target", "inputs", "order", "out")
 
-    def __init__(self, inputs: tuple[np.ndarray, ...], out: np.ndarray | None):
-        first = inputs[0]
-        if all(map(_is_plain, inputs)) and (out is None or _is_plain(out)):
-            self.order = tuple(range(first.ndim))  # the usual case, without detours
+    def __init__(
+        self, like: np.ndarray, inputs: tuple[np.ndarray, ...], out: np.ndarray | None
+    ) -> None:
+        if all(map(_is_plain, inputs)) and _is_plain(like if out is None else out):
+            self.order = tuple(range(like.ndim))  # the usual case, without detours
             self.inputs = inputs
-            self.out = np.empty(first.shape, first.dtype) if out is None else out
+            self.out = np.empty(like.shape, like.dtype) if out is None else out
             self._target = self._result = self.out
             return
-        self._result = np.empty_like(first, subok=False) if out is None else out
+        self._result = np.empty_like(like, subok=False) if out is None else out
         order = memory_order(self._result)
         if order is None:  # given by the caller and with gaps
-            self._target = np.empty(first.shape, first.dtype)
-            order = tuple(range(first.ndim))
+            self._target = np.empty(like.shape, like.dtype)
+            order = tuple(range(like.ndim))
         else:
             self._target = self._result
         self.order = order

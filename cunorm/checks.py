@@ -34,7 +34,7 @@ def statistics_dtype(dtype: np.dtype) -> np.dtype:
 
 def _is_floating(dtype: np.dtype) -> bool:
     # bfloat16 is known by its name, so that ml_dtypes need not be imported.
-    return dtype in _STATISTICS_DTYPES or bool(dtype.name == "bfloat16")
+    return dtype in _STATISTICS_DTYPES or (dtype.name == "bfloat16" and bool(dtype.isnative))
 
 
 def _shown(value: Any) -> str:
@@ -67,11 +67,10 @@ def floating_dtype(name: str, dtype: Any) -> np.dtype:
         import ml_dtypes
 
         dtype = ml_dtypes.bfloat16
-    known: np.dtype | None
-    try:
-        known = np.dtype(dtype)
-    except TypeError:
-        known = None
+    known: np.dtype | None = None
+    if dtype is not None:  # which to NumPy means float64
+        with suppress(TypeError):
+            known = np.dtype(dtype)
     if known is None or not _is_floating(known):
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {dtype!r}")
     return known
@@ -127,11 +126,20 @@ def statistic(name: str, array: np.ndarray, number: int) -> None:
 
 
 def writable(name: str, array: np.ndarray | None) -> None:
-    """The array can be updated in place."""
-    if array is not None and not array.flags.writeable:
-        raise ValueError(
-            f"{name}: expected a writable array to update in place, got a read-only one"
-        )
+    """The array can be written: it is not read-only and no two elements share memory."""
+    if array is None:
+        return
+    if not array.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    if array.flags.forc:
+        return
+    reach = array.itemsize
+    for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"{name}: expected elements apart from each other, got strides {array.strides}"
+            )
+        reach += stride * (size - 1)
 
 
 def output(
@@ -146,21 +154,24 @@ def output(
     if out.dtype != like.dtype:
         raise TypeError(f"out: expected dtype {like.dtype}, got {out.dtype}")
     writable("out", out)
-    if any(stride == 0 and size > 1 for stride, size in zip(out.strides, out.shape, strict=True)):
-        raise ValueError("out: expected an array of its own elements, got a broadcast one")
-    address = out.__array_interface__["data"][0]
     for name, array in inputs.items():
         if array is None or not np.may_share_memory(out, array):
             continue
-        if name in may_be and (
-            array.__array_interface__["data"][0] == address and array.strides == out.strides
-        ):
+        if name in may_be and _is_same(array, out):
             continue
         if np.shares_memory(out, array):
             same = f" unless it is {name} itself" if name in may_be else ""
             raise ValueError(
                 f"out: expected memory apart from {name}{same}, got an array that overlaps it"
             )
+
+
+def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one shape and dtype have the same elements at the same places."""
+    if a.__array_interface__["data"][0] != b.__array_interface__["data"][0]:
+        return False
+    places = zip(a.strides, b.strides, a.shape, strict=True)
+    return all(left == right for left, right, size in places if size > 1)
 
 
 def same_as_input(name: str, array: np.ndarray | None, x: np.ndarray) -> None:
@@ -186,7 +197,10 @@ def _real(name: str, value: Any, expected: str) -> float:
         isinstance(value, (bool, np.bool_)) or not isinstance(value, Real)
     ):
         raise TypeError(f"{name}: expected {expected}, got {_shown(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected {expected}, got one too large for a float") from None
 
 
 def not_negative(name: str, value: Any) -> float:
@@ -255,6 +269,14 @@ def mask(output_mask: Any) -> tuple[bool, bool, bool]:
             f"got {_shown(output_mask)}"
         )
     return bool(wanted[0]), bool(wanted[1]), bool(wanted[2])
+
+
+def number_of_values(name: str, value: Any, least: int) -> int:
+    """A count of values, at least `least`, that fits 64 bits."""
+    number = integer(name, value)
+    if not least <= number < 2**63:
+        raise ValueError(f"{name}: expected {least} to 2^63 - 1, got {_shown(number)}")
+    return number
 
 
 def several_values(count: int, shape: tuple[int, ...]) -> None:

@@ -75,9 +75,7 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
                 f"moments[{i}]: expected (count, mean, m2), as batch_norm_statistics returns, "
                 f"got {type(part).__name__}"
             )
-        count = checks.integer(f"moments[{i}].count", part[0])
-        if count < 0:
-            raise ValueError(f"moments[{i}].count: expected at least 0, got {count}")
+        count = checks.number_of_values(f"moments[{i}].count", part[0], 0)
         names = (f"moments[{i}].mean", f"moments[{i}].m2")
         (mean, m2), to_caller = arrays.adopt(names, part[1], part[2])
         export = export or to_caller
@@ -98,7 +96,7 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     total = sum(counts)
     dtype = means[0].dtype
     filled = [i for i, count in enumerate(counts) if count > 0]
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         mean = np.zeros(means[0].shape)
         m2 = np.zeros(means[0].shape)
         if filled:

@@ -321,6 +321,19 @@ def test_optional_parameters(rng):
     assert not np.array_equal(var, np.ones(4))
 
 
+def test_dx_lies_like_x(rng):
+    """Also where it is computed from dy alone."""
+    x = np.asfortranarray(rng.standard_normal((8, 4)).astype(np.float32))
+    dy = rng.standard_normal((8, 4)).astype(np.float32)
+    for training in (True, False):
+        _, saved = cunorm.batch_norm_forward(
+            x, None, None, np.zeros(4), np.ones(4), training=training
+        )
+        for mask in ((True, True, True), (True, False, False)):
+            dx = cunorm.batch_norm_backward(dy, x, saved, output_mask=mask)[0]
+            assert dx.strides == x.strides
+
+
 def test_dbias_has_the_dtype_of_bias(rng):
     x = rng.standard_normal((8, 4)).astype(np.float16)
     _, saved = cunorm.batch_norm_forward(x, np.ones(4, np.float16), np.zeros(4, np.float64))

@@ -104,6 +104,91 @@ def test_fork_while_others_compute(threads):
         caller.join(300)
 
 
+def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
+    """Those there are do the work, and no result comes back before they are done."""
+    x = rng.standard_normal((16, 8, 256, 256), dtype=np.float32)
+    threads(1)
+    expected = cunorm.batch_norm_forward(x)[0]
+    start = threading.Thread.start
+    for allowed in (0, 1, 2, 1, 2):
+        threads(6)
+        started = []
+
+        def limited(self, started=started, allowed=allowed):
+            if len(started) >= allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(self)
+            start(self)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        y = cunorm.batch_norm_forward(x)[0]
+        monkeypatch.undo()
+        np.testing.assert_array_equal(y, expected)
+
+
+def test_interrupted_wait(threads):
+    """Ctrl-C while helpers work: it comes through, but not before they are out."""
+    from cunorm.cpu import threads as module
+
+    threads(2)
+    inside = []
+
+    def kernel(_counter, _tasks, release):
+        inside.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            release.wait(60)
+        inside.remove(threading.current_thread())
+
+    release = threading.Event()
+    call = module._Call(kernel, 5, (release,))
+    helper = threading.Thread(target=call.help)
+    helper.start()
+    while not inside:
+        pass
+    wait = call._changed.wait
+
+    def interrupted_once():
+        call._changed.wait = wait
+        release.set()
+        raise KeyboardInterrupt
+
+    call._changed.wait = interrupted_once
+    with pytest.raises(KeyboardInterrupt):
+        call.close()
+    assert not inside
+    assert call._counter[0] == 5  # no new tasks were taken
+    call.help()  # too late: nothing happens
+    assert not inside
+    helper.join()
+
+
+def test_error_in_a_helper_reaches_the_caller(threads):
+    from cunorm.cpu import threads as module
+
+    threads(2)
+
+    def kernel(_counter, _tasks):
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("in a helper")
+        while helped.wait(60) is False:
+            pass
+
+    helped = threading.Event()
+    help_out = module._Call.help
+
+    class Call(module._Call):
+        def help(self):
+            help_out(self)
+            helped.set()
+
+    original, module._Call = module._Call, Call
+    try:
+        with pytest.raises(MemoryError, match="in a helper"):
+            module.run(kernel, 4, 1 << 30)
+    finally:
+        module._Call = original
+
+
 def run_python(code, **environment):
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -113,6 +198,28 @@ def run_python(code, **environment):
         timeout=300,
         check=False,
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_fork_while_a_kernel_is_compiled(tmp_path):
+    """The child can compile too."""
+    code = """
+import os, sys, threading, time, numpy as np, cunorm
+x = np.random.default_rng(0).standard_normal((16, 8, 20)).astype(np.float32)
+cunorm.batch_norm_statistics(x)
+caller = threading.Thread(target=cunorm.batch_norm_forward, args=(x,))
+caller.start()  # compiles for seconds
+time.sleep(0.2)
+assert caller.is_alive()
+pid = os.fork()
+if pid == 0:
+    y = cunorm.batch_norm_forward(x.astype(np.float64))[0]
+    os._exit(0 if abs(y.mean()) < 1e-12 else 3)
+caller.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    result = run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
 
 
 def test_number_of_threads_from_the_environment():

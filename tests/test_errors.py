@@ -54,6 +54,8 @@ FORWARD = [
     ({"x": like(bool)}, TypeError, "x: expected dtype float16, .* got bool"),
     ({"x": like(np.longdouble)}, TypeError, "x: expected dtype float16, .* got"),
     ({"x": like(">f4")}, TypeError, "x: .* native byte order, got >f4"),
+    ({"x": like(np.dtype(ml_dtypes.bfloat16).newbyteorder("S"))}, TypeError, "x: .* native byte"),
+    ({"eps": 10**400}, ValueError, "eps: expected a number .* too large for a float"),
     ({"x": like(ml_dtypes.float8_e4m3)}, TypeError, "x: expected dtype float16"),
     ({"channel_axis": 3}, ValueError, r"channel_axis: expected -3 to 2 .* got 3"),
     ({"channel_axis": -4}, ValueError, r"channel_axis: expected -3 to 2 .* got -4"),
@@ -167,6 +169,12 @@ def test_overlapping_out(state):
     row = np.zeros(24, np.float32)
     with pytest.raises(ValueError, match="out: expected memory apart from weight"):
         state.forward(x=np.ones((6, 4), np.float32), weight=row[:4], out=row.reshape(6, 4))
+    line = np.zeros(10, np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(line, 5, writeable=True)
+    with pytest.raises(ValueError, match="out: expected elements apart from each other"):
+        cunorm.batch_norm_forward(np.ones((6, 5), np.float32), out=windows)
+    alone = np.ones((1, 4, 5), np.float32)
+    cunorm.batch_norm_forward(alone, out=alone[0][None])  # x itself, whatever the stride of N
     # Interleaved, but apart.
     pairs = np.zeros((*SHAPE, 2), np.float32)
     cunorm.batch_norm_forward(pairs[..., 0], out=pairs[..., 1])
@@ -185,7 +193,9 @@ def test_one_value_per_channel(state):
         np.testing.assert_array_equal(moments.m2, np.zeros(4))
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 5), (6, 4, 0), (0, 4), (6, 0, 5), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(0, 4, 5), (6, 4, 0), (0, 4), (6, 0, 5), (0, 0, 0), (1, 0), (1, 0, 1)], ids=str
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_empty(shape, training):
     """Empty outputs, zero parameter gradients, untouched running statistics."""
@@ -234,12 +244,12 @@ def verbs(state):
         (gradient, (dy, x, row, row, row, longer, row, 30), {}, ValueError, "sum_dy: expected"),
         (gradient, (dy, x, row, row, row, row, longer, 30), {}, ValueError, "sum_dy_xmu: exp"),
         (gradient, (dy, x, row, row, longer, row, row, 30), {}, ValueError, "weight: expected"),
-        (gradient, (dy, x, row, row, row, row, row, 0), {}, ValueError, "count: .* at least 1"),
+        (gradient, (dy, x, row, row, row, row, row, 0), {}, ValueError, "count: expected 1 to 2"),
         (gradient, (dy, x, row, row, row, row, row, 2.5), {}, TypeError, "count: .* integer"),
         (update, (row, row, longer, row, 3), {}, ValueError, r"var: expected shape \(5,\)"),
         (update, (longer, row, row, row, 3), {}, ValueError, "running_mean: expected shape"),
         (update, (row, row, None, row, 3), {}, ValueError, "mean: expected an array"),
-        (update, (row, longest, row, row, -3), {}, ValueError, "count: expected at least 0"),
+        (update, (row, longest, row, row, -3), {}, ValueError, "count: expected 0 to 2"),
         (update, (row, longest, row, row, 1), {}, ValueError, "correction: expected less"),
         (update, (row, longest, row, row, 3), {"momentum": 2}, ValueError, "momentum: expected"),
         (cunorm.merge_moments, ([],), {}, ValueError, "moments: expected at least one part"),
@@ -256,8 +266,8 @@ def verbs(state):
             cunorm.merge_moments, ([moments, (3, row.astype(float), row.astype(float))],), {},
             TypeError, r"moments\[1\].mean: expected the dtype of moments\[0\]",
         ),
-        (cunorm.set_num_threads, (0,), {}, ValueError, "number: expected a positive integer"),
-        (cunorm.set_num_threads, (1.5,), {}, ValueError, "number: expected a positive integer"),
+        (cunorm.set_num_threads, (0,), {}, ValueError, "number: expected at least 1, got 0"),
+        (cunorm.set_num_threads, (1.5,), {}, TypeError, "number: expected an integer, got 1.5"),
         (cunorm.is_available, ("tpu",), {}, ValueError, "backend: expected"),
     ]  # fmt: skip
 
@@ -268,6 +278,34 @@ def test_verbs(state, case):
     assert len(verbs(state)) == 30
     with pytest.raises(error, match=message):
         function(*arguments, **options)
+
+
+def test_saved_that_was_tampered_with(state):
+    """No memory is read that is not there."""
+    saved = state.saved
+    for changes, error, message in [
+        ({"mean": None}, TypeError, "saved.mean: expected an array"),
+        ({"mean": saved.mean[:2]}, ValueError, r"saved\.mean: expected shape \(4,\)"),
+        ({"inv_std": saved.inv_std.astype(">f4")}, TypeError, r"saved\.inv_std: expected dtype"),
+        ({"residual": saved.residual[:2]}, ValueError, r"saved\.residual: expected shape"),
+    ]:
+        with pytest.raises(error, match=message):
+            state.backward(saved=saved._replace(**changes))
+    expected = cunorm.batch_norm_backward(state.dy, state.x, saved)
+    strided = saved._replace(inv_std=np.repeat(saved.inv_std, 2)[::2])
+    for a, b in zip(expected, cunorm.batch_norm_backward(state.dy, state.x, strided), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_floating_point_errors_set_to_raise(rng):
+    """What NumPy is told to raise is not raised half-way through a call."""
+    x, dy = rng.standard_normal((2, 6, 4, 5)).astype(np.float16) * np.float16(1e-4)
+    weight = np.full(4, 1e-4, np.float16)
+    with np.errstate(all="raise"):
+        _, saved = cunorm.batch_norm_forward(x, weight, None, np.zeros(4), np.ones(4))
+        cunorm.batch_norm_backward(dy, x, saved, weight, out=dy)
+        moments = cunorm.batch_norm_statistics(x)
+        cunorm.merge_moments([moments, moments])
 
 
 class OnGpu:

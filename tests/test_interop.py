@@ -117,9 +117,10 @@ def test_layer(rng, framework):
 
 def test_tensor_that_requires_gradients():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    x = torch.zeros((4, 3), requires_grad=True)
-    with pytest.raises(TypeError, match=r"x: Tensor cannot be shared through DLPack: .*detach"):
-        cunorm.batch_norm_forward(x)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.zeros((4, 3), requires_grad=True, dtype=dtype)
+        with pytest.raises(TypeError, match=r"x: .*that records no gradients.* detach\(\)"):
+            cunorm.batch_norm_forward(x)
 
 
 def test_framework_without_a_way_back(rng):

@@ -250,6 +250,9 @@ def test_pytorch_names_and_dtypes():
     assert layer.num_batches_tracked == 0
     layer.load_state_dict(state | {"num_batches_tracked": 3})
     assert layer.num_batches_tracked == 3
+    layer.load_state_dict(layer.state_dict() | {"weight": layer.bias, "bias": layer.weight})
+    assert layer.weight.tolist() == [1, 2, 3]
+    assert layer.bias.tolist() == [0, 1, 2]
     for wrong in ("state.npz", None, [1]):
         with pytest.raises(TypeError, match="state: expected a mapping of names to arrays, got"):
             layer.load_state_dict(wrong)
@@ -265,7 +268,7 @@ def test_pytorch_names_and_dtypes():
         ({"running_var": [1.0] * 4}, TypeError, r"state\['running_var'\]: expected an array"),
         ({"running_var": None, "bias": None}, ValueError, r"missing \['bias', 'running_var'\]"),
         ({"num_batches_tracked": np.zeros(())}, TypeError, "num_batches_tracked.*integers"),
-        ({"num_batches_tracked": -1}, ValueError, "num_batches_tracked.*at least 0, got -1"),
+        ({"num_batches_tracked": -1}, ValueError, "num_batches_tracked.*expected 0 to"),
         ({"num_batches_tracked": np.zeros(1, int)}, ValueError, r"expected shape \(\), got \(1,\)"),
     ],
 )
@@ -319,6 +322,7 @@ def test_bad_arguments():
         ({"channel_axis": "last"}, TypeError, "channel_axis: expected an integer"),
         ({"dtype": np.int32}, TypeError, "dtype: expected float16"),
         ({"dtype": "float128x"}, TypeError, "dtype: expected float16"),
+        ({"dtype": None}, TypeError, "dtype: expected float16"),
     ]:
         with pytest.raises(error, match=message):
             cunorm.BatchNorm(**{"num_features": 3} | arguments)

@@ -87,6 +87,49 @@ def test_constant_channel_is_exactly_bias(shape, axis, dtype, value):
         np.testing.assert_array_equal(saved.inv_std, accumulator(1 / np.sqrt(eps)))
 
 
+def test_scale_does_not_matter(rng):
+    """Powers of two near the ends of float64's range: nothing in between overflows."""
+    x, dy = rng.standard_normal((2, 16, 3, 40))
+    expected, saved = cunorm.batch_norm_forward(x, eps=0)
+    gradient = cunorm.batch_norm_backward(dy, x, saved)[0]
+    for scale in (2.0**400, 2.0**-400):
+        y, saved = cunorm.batch_norm_forward(x * scale, eps=0)
+        np.testing.assert_array_equal(y, expected)
+        dx = cunorm.batch_norm_backward(dy, x * scale, saved)[0]
+        np.testing.assert_array_equal(dx * scale, gradient)
+
+
+def test_outlier_among_few_rows(rng):
+    """As many positions as elements: the merging of positions has a pivot of its own."""
+    x = rng.standard_normal((508, 1))
+    x[0] = 1000
+    y, saved = cunorm.batch_norm_forward(x, eps=0)
+    result = reference.forward(x, eps=0)
+    assert_within(saved.mean, result.mean, tolerances.mean_bound(result, 508, x.dtype), "mean")
+    assert_within(y, result.y, tolerances.y_bound(result, None, None, 508, x.dtype), "y")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_float64_running_statistics_keep_their_digits(rng, training):
+    """Of float32 data too."""
+    x = (rng.standard_normal((64, 3, 20)) + 1e4).astype(np.float32)
+    result = reference.forward(x)
+    if training:
+        mean, var = np.zeros(3), np.ones(3)
+        cunorm.batch_norm_forward(x, None, None, mean, var, exponential_average_factor=1)
+        u = 2.0**-24  # of the variance, and of the deviations' mean, but not of the mean
+        assert_within(mean, result.mean, tolerances.gamma(1280, np.float32) * 1.0, "mean")
+        assert u * 1e4 > 2 * tolerances.gamma(1280, np.float32)
+    else:
+        mean, var = result.mean, result.var
+        y, saved = cunorm.batch_norm_forward(x, None, None, mean, var, training=False)
+        assert_within(y, result.y, tolerances.y_bound(result, None, None, 1, np.float32), "y")
+        dweight = cunorm.batch_norm_backward(x, x, saved, output_mask=(False, True, False))[1]
+        expected = reference.backward(x, x, mean=mean, var=var)
+        bounds = tolerances.backward_bounds(expected, result, x, None, 1280, np.float32)
+        assert_within(dweight, expected.dweight, bounds.dweight, "dweight")
+
+
 def test_half_does_not_overflow(rng):
     """Squares of values near float16's largest are summed in float32."""
     x = (rng.uniform(-1, 1, (64, 3, 20)) * 6e4).astype(np.float16)
@@ -162,6 +205,7 @@ def everything(x, dy, axis):
     [
         ((16, 3, 200, 201), 1),
         ((2, 2, 900, 700), 1),
+        ((8, 5, 20_000), 1),  # channels that fit the cache, but too few for many threads
         ((64, 256, 14, 14), 1),
         ((32, 64, 7, 7), 1),
         ((128, 48, 48, 3), -1),

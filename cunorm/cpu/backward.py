@@ -54,7 +54,7 @@ def _coefficients(x, statistic, g, residual, inv_std, weight, sum_dy, sum_dy_xmu
     """
     r = np.float64(load(inv_std, statistic))
     scale = r * np.float64(load(weight, g)) if weight.size else r
-    slope = -scale * (r * r) * (sum_dy_xmu / count)
+    slope = -(scale * r) * (sum_dy_xmu * r / count)  # in this order nothing overflows
     offset = -scale * (sum_dy / count) - _residual(residual, statistic) * slope
     return as_accumulator(x, scale), as_accumulator(x, slope), as_accumulator(x, offset)
 
@@ -66,11 +66,10 @@ def _residual(residual, statistic):
 
 @device_function
 def _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
-    """Write a channel's sums, the second one about the mean before rounding; return that one."""
+    """Write a channel's sums, the second one about the mean before rounding."""
     total_dy_xmu -= _residual(residual, statistic) * total_dy
     store(sum_dy, statistic, as_accumulator(sum_dy, total_dy))
     store(sum_dy_xmu, statistic, as_accumulator(sum_dy, total_dy_xmu))
-    return total_dy_xmu
 
 
 # --- segments -----------------------------------------------------------------
@@ -193,12 +192,12 @@ def _backward_segments(
                 )  # fmt: skip
                 total_dy += part_dy
                 total_dy_xmu += part_dy_xmu
-            total_dy_xmu = _write_sums(
-                statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu
-            )
+            _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
             scale, slope, offset = _coefficients(
-                x, statistic, g, residual, inv_std, weight, total_dy, total_dy_xmu, count
-            )
+                x, statistic, g, residual, inv_std, weight,
+                np.float64(load_scratch(sum_dy, statistic)),
+                np.float64(load_scratch(sum_dy_xmu, statistic)), count,
+            )  # fmt: skip
             if training:
                 _segments_gradient(
                     dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,

@@ -11,10 +11,23 @@ That is what lets LLVM turn the loops around them into plain vector code.
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
+
+if hasattr(os, "register_at_fork"):
+    # A child forked while another thread compiles would inherit a compiler lock
+    # that nobody releases. So a fork waits until nobody compiles.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
 
 _FLOAT16 = types.uint16
 _BFLOAT16 = types.int16
@@ -27,8 +40,19 @@ _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 #: A function that kernels call, compiled into them.
 device_function = njit(**_OPTIONS)
 
-#: A function that Python calls: compiled once per machine, then cached on disk.
-kernel = njit(cache=True, **_OPTIONS)
+
+def kernel(function):
+    """A function that Python calls: compiled once per machine, then cached on disk."""
+    try:
+        return njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # neither this folder nor the user's cache can be written
+        warnings.warn(
+            "no folder to keep compiled kernels in can be written: every process compiles them "
+            "anew. Set the environment variable NUMBA_CACHE_DIR to one that can",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return njit(**_OPTIONS)(function)
 
 
 def _accumulator(dtype):

@@ -243,15 +243,18 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
         for p in range(first, first + inner):
             total = accumulate(total, weight * (load_scratch(mean, p) - pivot))
     center = pivot + total / count
+    total = 0.0
     squares = 0.0
     for copy in range(fold):
         first = (copy * channels + channel) * inner
         weight = np.float64(rows + (copy < tail_rows))
         for p in range(first, first + inner):
             deviation = load_scratch(mean, p) - center
-            term = load_scratch(m2, p) + weight * (deviation * deviation)
-            squares = accumulate(squares, term)
-    return count, center, squares
+            weighted = weight * deviation
+            total = accumulate(total, weighted)
+            squares = accumulate(squares, load_scratch(m2, p) + weighted * deviation)
+    mean_of_all, m2_of_all = _corrected(center, total, squares, count)
+    return count, mean_of_all, m2_of_all
 
 
 @kernel

@@ -5,21 +5,23 @@ atomic counter, so one call per thread is all it needs; which thread does which
 task never shows in the result. Numba's own parallel layers would abort the
 process in a forked child or when two Python threads use them at once.
 
-The calling thread works too, and helpers that have not begun when it has run
-out of tasks are called off. So a call can wait for running work alone, never
-for a place in the pool: many callers at once, or none of the pool's threads
-left after a fork, slow it down at worst.
+The calling thread works too, and helpers that come when it has run out of tasks
+find the call closed. So a call waits for running work alone, never for a place
+in the pool: many callers at once, or no thread to be had, slow it down at worst.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import checks
+
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["get_num_threads", "run", "set_num_threads"]
 
@@ -59,10 +61,16 @@ def set_num_threads(number: int) -> None:
 
     The default is the number of processors this process may run on, or the
     environment variable ``CUNORM_NUM_THREADS``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If number is not an integer of at least 1.
     """
     global _threads, _pool
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"number: expected a positive integer, got {number!r}")
+    number = checks.integer("number", number)
+    if number < 1:
+        raise ValueError(f"number: expected at least 1, got {number}")
     _threads = number
     _pool = None
 
@@ -76,31 +84,78 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def _start(helpers: int, *call: Any) -> list[Future[None]]:
-    """Submit a call to the pool that many times."""
+class _Call:
+    """One call of a kernel, in which helpers may take part until it is closed."""
+
+    def __init__(self, kernel: Any, tasks: int, arguments: tuple[Any, ...]) -> None:
+        self._counter = np.zeros(1, np.int64)
+        self._kernel, self._tasks, self._arguments = kernel, tasks, arguments
+        self._changed = threading.Condition(threading.Lock())
+        self._closed = False
+        self._helping = 0
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        self._kernel(self._counter, self._tasks, *self._arguments)
+
+    def help(self) -> None:
+        """What a thread of the pool does; nothing if it comes too late."""
+        with self._changed:
+            if self._closed:
+                return
+            self._helping += 1
+        error = None
+        try:
+            self.work()
+        except BaseException as raised:  # for the caller
+            error = raised
+        with self._changed:
+            self._error = self._error or error
+            self._helping -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more and wait until everybody is out, come what may."""
+        interruption: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._closed = True
+                    while self._helping:
+                        self._changed.wait()
+                break
+            except BaseException as raised:  # Ctrl-C: no new tasks, but wait for those begun
+                self._counter[0] = self._tasks
+                interruption = raised
+        raised_somewhere = interruption or self._error
+        if raised_somewhere is not None:
+            raise raised_somewhere
+
+
+def _call_helpers(call: _Call, helpers: int) -> None:
+    """Ask the pool to take part."""
     global _pool
     pool = _pool
     if pool is None:
         from concurrent.futures import ThreadPoolExecutor
 
         pool = _pool = ThreadPoolExecutor(_threads, thread_name_prefix="cunorm")
-    try:
-        return [pool.submit(*call) for _ in range(helpers)]
-    except RuntimeError:  # the interpreter is shutting down: no new work for threads
-        return []
+    for _ in range(helpers):
+        try:
+            pool.submit(call.help)
+        except RuntimeError:  # no more threads to be had, or the interpreter is shutting down
+            return
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
     """Call ``kernel(counter, tasks, *arguments)`` in as many threads as ``nbytes`` keep busy."""
-    counter = np.zeros(1, np.int64)
     helpers = min(_threads, tasks, nbytes // _BYTES_PER_THREAD) - 1
     if helpers < 1:
-        kernel(counter, tasks, *arguments)
+        kernel(np.zeros(1, np.int64), tasks, *arguments)
         return
-    futures = _start(helpers, kernel, counter, tasks, *arguments)
+    call = _Call(kernel, tasks, arguments)
     try:
-        kernel(counter, tasks, *arguments)
+        _call_helpers(call, helpers)
+        call.work()
     finally:
-        for future in futures:
-            if not future.cancel():
-                future.result()
+        call.close()

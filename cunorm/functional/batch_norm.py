@@ -158,11 +158,12 @@ def batch_norm_forward(
     training = checks.flag("training", training)
     checks.separate(running_mean, running_var)
     if training:
-        checks.several_values(count, x.shape)
         checks.writable("running_mean", running_mean)
         checks.writable("running_var", running_var)
-        if running_var is not None and count > 0:
-            checks.correctable(count, correction)
+        if x.size > 0:
+            checks.several_values(count, x.shape)
+            if running_var is not None:
+                checks.correctable(count, correction)
     elif running_mean is None or running_var is None:
         missing = "running_mean" if running_mean is None else "running_var"
         raise ValueError(f"{missing}: expected an array when training is False, got None")
@@ -175,20 +176,20 @@ def batch_norm_forward(
     dtype = checks.statistics_dtype(x.dtype)
     bias_dtype = None if bias is None else bias.dtype
     weight, bias = _as(weight, dtype), _as(bias, dtype)
-    operands = arrays.Operands((x,), out)
+    operands = arrays.Operands(x, (x,), out)
     (source,) = operands.inputs
     backend = arrays.cpu_backend()
     geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
     residual = None
     if not training:
-        mean = _as(running_mean, dtype)
+        mean, residual = _split(running_mean, dtype)
         mean = mean.copy() if mean is running_mean else mean
         inv_std = backend.statistics.inverse_deviation(
             _as(running_var, running_var.dtype), eps, dtype
         )
         if x.size > 0:
             backend.transform.transform(
-                source, mean, None, inv_std, weight, bias, geometry, operands.out
+                source, mean, residual, inv_std, weight, bias, geometry, operands.out
             )
     elif x.size == 0:
         mean = np.zeros(number, dtype)
@@ -196,7 +197,10 @@ def batch_norm_forward(
     else:
         statistics = backend.transform.normalize(source, weight, bias, eps, geometry, operands.out)
         mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
-        _update(backend, running_mean, running_var, mean, statistics[3], count, factor, correction)
+        exact = mean
+        if running_mean is not None and running_mean.dtype == np.float64:
+            exact = mean + residual.astype(np.float64)
+        _update(backend, running_mean, running_var, exact, statistics[3], count, factor, correction)
     saved = BatchNormSaved(
         export(mean), export(inv_std), export(residual), training, axis, x.shape, bias_dtype
     )
@@ -265,6 +269,10 @@ def batch_norm_backward(
     if x.shape != saved.shape:
         raise ValueError(f"x: expected the shape of the forward call, {saved.shape}, got {x.shape}")
     dtype = checks.statistics_dtype(x.dtype)
+    checks.statistic("saved.mean", mean, number)
+    checks.statistic("saved.inv_std", inv_std, number)
+    if residual is not None:
+        checks.statistic("saved.residual", residual, number)
     if mean.dtype != dtype:
         raise TypeError(
             f"x: expected the dtype of the forward call, whose statistics are {mean.dtype}, "
@@ -282,18 +290,19 @@ def batch_norm_backward(
         )  # fmt: skip
 
     weight_dtype = dtype if weight is None else weight.dtype
-    bias_dtype = saved.bias_dtype or weight_dtype
-    weight = _as(weight, dtype)
+    bias_dtype = saved.bias_dtype or dtype
+    weight, residual = _as(weight, dtype), _as(residual, dtype)
+    mean, inv_std = _as(mean, dtype), _as(inv_std, dtype)
     backend = arrays.cpu_backend()
     sums_wanted = want_dweight or want_dbias
     dx = sum_dy = sum_dy_xmu = None
     if x.size == 0:
         sum_dy = sum_dy_xmu = np.zeros(number, dtype)
         if want_dx:
-            dx = arrays.Operands((x,), out).finish()
+            dx = arrays.Operands(x, (x,), out).finish()
     elif want_dx:
         uses_x = saved.training or sums_wanted
-        operands = arrays.Operands((x, dy) if uses_x else (dy,), out)
+        operands = arrays.Operands(x, (x, dy) if uses_x else (dy,), out)
         source, gradient = operands.inputs[0], operands.inputs[-1]
         geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
         if uses_x:
@@ -312,7 +321,7 @@ def batch_norm_backward(
         sum_dy, sum_dy_xmu = backend.backward.reduce(gradient, source, mean, residual, geometry)
     dweight = dbias = None
     if want_dweight:
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             dweight = _as(sum_dy_xmu * inv_std, weight_dtype)
     if want_dbias:
         dbias = _as(sum_dy, bias_dtype)
@@ -406,7 +415,7 @@ def batch_norm_transform(
         checks.output(out, x, ("x",), x=x, mean=mean, inv_std=inv_std, weight=weight, bias=bias)
 
     dtype = checks.statistics_dtype(x.dtype)
-    operands = arrays.Operands((x,), out)
+    operands = arrays.Operands(x, (x,), out)
     (source,) = operands.inputs
     if x.size > 0:
         arrays.cpu_backend().transform.transform(
@@ -516,14 +525,12 @@ def batch_norm_backward_transform(
     for name, array in per_channel.items():
         checks.statistic(name, array, number)
     checks.per_channel("weight", weight, number, x.dtype)
-    count = checks.integer("count", count)
-    if count < 1:
-        raise ValueError(f"count: expected at least 1, got {count}")
+    count = checks.number_of_values("count", count, 1)
     if out is not None:
         checks.output(out, x, ("x", "dy"), dy=dy, x=x, weight=weight, **per_channel)
 
     dtype = checks.statistics_dtype(x.dtype)
-    operands = arrays.Operands((x, dy), out)
+    operands = arrays.Operands(x, (x, dy), out)
     source, gradient = operands.inputs
     if x.size > 0:
         arrays.cpu_backend().backward.input_gradient(
@@ -583,9 +590,7 @@ def update_running_statistics(
             checks.writable(name, array)
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     correction = checks.not_negative("correction", correction)
-    count = checks.integer("count", count)
-    if count < 0:
-        raise ValueError(f"count: expected at least 0, got {count}")
+    count = checks.number_of_values("count", count, 0)
     if count == 0:
         return
     if running_var is not None:
@@ -624,14 +629,14 @@ def _split(mean: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray | None, np.nda
     rounded = _as(mean, dtype)
     if mean.dtype != np.float64 or dtype == np.float64:
         return rounded, None
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         rest = mean - rounded
-    return rounded, np.where(np.isfinite(rest), rest, 0.0).astype(dtype)
+        return rounded, np.where(np.isfinite(rest), rest, 0.0).astype(dtype)
 
 
-def _as(array: np.ndarray | None, dtype: np.dtype) -> np.ndarray | None:
+def _as(array: Any, dtype: np.dtype) -> Any:
     """The array in a dtype and contiguous; itself where it is so already."""
     if array is None or (array.dtype == dtype and array.flags.c_contiguous):
         return array
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return np.ascontiguousarray(array, dtype)

@@ -330,7 +330,7 @@ class BatchNorm:
             )
         loaded = {name: self._checked(name, array, given[name]) for name, array in own.items()}
         for name, array in own.items():
-            with np.errstate(over="ignore"):
+            with np.errstate(all="ignore"):
                 array[...] = loaded[name]
 
     @staticmethod
@@ -346,13 +346,11 @@ class BatchNorm:
         if name == "num_batches_tracked":
             if not np.issubdtype(value.dtype, np.integer):
                 raise TypeError(f"{label}: expected integers, got dtype {value.dtype}")
-            if value < 0:
-                raise ValueError(f"{label}: expected at least 0, got {value}")
-            return value
+            return np.asarray(checks.number_of_values(label, value.item(), 0))
         if array.dtype.name == "bfloat16" and value.dtype == "V2":  # how NumPy's files hold it
             value = value.view(array.dtype)
         checks.floating(label, value)
-        return value
+        return value.copy()  # it may be another of the layer's own arrays
 
     def _state(self) -> dict[str, Array]:
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
