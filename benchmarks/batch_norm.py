@@ -1,8 +1,9 @@
 """Batch norm on the CPU beside a copy of the same array, NumPy and PyTorch, in one run.
 
 Every case is measured round by round: in each round every contender runs once, so that
-a busy neighbour disturbs all of them alike. The medians go into a table and, as JSON with
-the machine described, into benchmarks/results/.
+a busy neighbour disturbs all of them alike. It runs once untimed before, because OpenMP's
+threads (PyTorch's) spin on a core for a while after their work. The medians go into a
+table and, as JSON with the machine described, into benchmarks/results/.
 
     python benchmarks/batch_norm.py [--rounds 21] [--no-save]
 
@@ -122,6 +123,7 @@ def measure(calls, nbytes, rounds):
         call()
     for _ in range(rounds):
         for name, call in calls.items():
+            call()  # meanwhile the threads of the contender before go to sleep
             begin = time.perf_counter()
             for _ in range(repeats):
                 call()

@@ -128,7 +128,7 @@ import warnings, numpy as np, cunorm
 from numba.core import caching
 def refuse(self, function):
     raise RuntimeError("cannot cache function: no locator available")
-caching._CacheImpl.__init__ = refuse
+caching.CacheImpl.__init__ = refuse
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     moments = cunorm.batch_norm_statistics(np.ones((4, 3)))
