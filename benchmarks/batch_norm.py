@@ -19,6 +19,7 @@ import io
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from datetime import UTC, datetime
@@ -79,6 +80,7 @@ def contenders(shape, axis, dtype):
         "inference out=": lambda: forward(out, training=False),
         "backward out=": lambda: cunorm.batch_norm_backward(dy, x, saved, weight, out=out),
         "forward": forward,
+        "inference": lambda: forward(training=False),
         "backward": lambda: cunorm.batch_norm_backward(dy, x, saved, weight),
     }
     if dtype == np.float32:
@@ -138,7 +140,7 @@ def machine():
     """What the figures were measured on."""
     text = io.StringIO()
     cunorm.show_config(text)
-    described = dict(line.split(None, 1) for line in text.getvalue().splitlines())
+    described = dict(re.split(" {2,}", line, maxsplit=1) for line in text.getvalue().splitlines())
     described["torch"] = torch.__version__ if torch else "not installed"
     described["torch threads"] = torch.get_num_threads() if torch else 0
     described["cores"] = os.cpu_count()
@@ -147,9 +149,12 @@ def machine():
 
 
 def table(results):
-    """Markdown: times in ms or us, and ratios to the copy and to PyTorch's same operation."""
+    """Markdown: time with `out=`, as a multiple of the copy's, and PyTorch's as one of ours.
+
+    PyTorch is compared with calls that allocate their outputs, as its own do.
+    """
     lines = [
-        "| x | operation | time | × copy of x | PyTorch ÷ cunorm |",
+        "| x | copy of x | forward | inference | backward |",
         "|---|---|---|---|---|",
     ]
     for result in results:
@@ -157,16 +162,18 @@ def table(results):
         case = f"{'×'.join(map(str, result['shape']))} {result['dtype']}"
         if result["channel_axis"] == -1:
             case += ", channels last"
+        cells = [case, shown(times["copy"])]
         for operation in ("forward", "inference", "backward"):
-            ours = times[f"{operation} out="]
-            rival = times.get(f"torch {operation}")
-            unit, scale = ("ms", 1e3) if ours >= 1e-4 else ("µs", 1e6)
-            ratio = f"{rival / ours:.1f}" if rival else "–"
-            lines.append(
-                f"| {case} | {operation} | {ours * scale:.2f} {unit} "
-                f"| {ours / times['copy']:.2f} | {ratio} |"
-            )
+            ours, rival = times[f"{operation} out="], times.get(f"torch {operation}")
+            ratio = f"; {rival / times[operation]:.1f}" if rival else ""
+            cells.append(f"{shown(ours)} ({ours / times['copy']:.2f}{ratio})")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def shown(seconds):
+    """A time in the unit that suits it."""
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} µs"
 
 
 def main():
