@@ -192,7 +192,7 @@ def test_every_half_value_converts(dtype):
 
 def everything(x, dy, axis):
     weight = np.linspace(0.5, 2, x.shape[axis]).astype(np.float32)
-    running = np.zeros(x.shape[axis], np.float32), np.ones(x.shape[axis], np.float32)
+    running = np.zeros(x.shape[axis]), np.ones(x.shape[axis])
     y, saved = cunorm.batch_norm_forward(x, weight, None, *running, channel_axis=axis)
     gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
     moments = cunorm.batch_norm_statistics(x, channel_axis=axis)
@@ -206,6 +206,9 @@ def everything(x, dy, axis):
         ((16, 3, 200, 201), 1),
         ((2, 2, 900, 700), 1),
         ((8, 5, 20_000), 1),  # channels that fit the cache, but too few for many threads
+        ((1250, 5, 18), 1),
+        ((255, 16, 31), 1),
+        ((127, 63, 2), 1),
         ((64, 256, 14, 14), 1),
         ((32, 64, 7, 7), 1),
         ((128, 48, 48, 3), -1),

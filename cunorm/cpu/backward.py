@@ -29,6 +29,7 @@ from .elements import (
     store,
     store_streaming,
     streaming_range,
+    strict_function,
 )
 from .pieces import (
     columns_part,
@@ -46,7 +47,7 @@ from .transform import STREAMING_BYTES, columns_transform, segments_transform, t
 __all__ = ["backward", "input_gradient", "reduce"]
 
 
-@device_function
+@strict_function
 def _coefficients(x, statistic, g, residual, inv_std, weight, sum_dy, sum_dy_xmu, count):
     """(scale, slope, offset) of dx = dy * scale + ((x - mean) * slope + offset).
 
@@ -64,7 +65,7 @@ def _residual(residual, statistic):
     return np.float64(load(residual, statistic)) if residual.size else 0.0
 
 
-@device_function
+@strict_function
 def _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
     """Write a channel's sums, the second one about the mean before rounding."""
     total_dy_xmu -= _residual(residual, statistic) * total_dy
@@ -270,7 +271,7 @@ def _columns_reduce(
         )  # fmt: skip
 
 
-@device_function
+@strict_function
 def _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu):
     """Both sums of a channel from those of its positions (see `spread`)."""
     sum_dy, sum_dy_xmu = 0.0, 0.0

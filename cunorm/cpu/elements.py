@@ -40,6 +40,10 @@ _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 #: A function that kernels call, compiled into them.
 device_function = njit(**_OPTIONS)
 
+#: The same without contraction: the same bits whatever code it is compiled into.
+#: Several kernels fold the same partial results and must agree about them.
+strict_function = njit(nogil=True, error_model="numpy")
+
 
 def kernel(function):
     """A function that Python calls: compiled once per machine, then cached on disk."""

@@ -32,6 +32,7 @@ from .elements import (
     next_task,
     scratch,
     store,
+    strict_function,
 )
 from .pieces import columns_piece, segments_chunk, segments_chunks, segments_unit
 from .plan import Columns, Segments, plan
@@ -50,7 +51,7 @@ def _pivot(x, i):
     return value if math.isfinite(value) else as_accumulator(x, 0.0)
 
 
-@device_function
+@strict_function
 def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
     """Mean and m2 of two sets together, of which b is not empty."""
     if count_a == 0:
@@ -63,7 +64,7 @@ def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
     return mean if math.isfinite(delta) else mean_a + mean_b, m2
 
 
-@device_function
+@strict_function
 def _corrected(center, total, squares, count):
     """Mean and m2 from the sums of (x - center) and (x - center)^2."""
     correction = total / count
@@ -226,7 +227,7 @@ def columns_moments(
         )  # fmt: skip
 
 
-@device_function
+@strict_function
 def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2):
     """(count, mean, m2) of a channel from the moments of its positions (see `spread`).
 
@@ -291,7 +292,7 @@ def _write_moments(partials, statistic, part, moments):
     partials[statistic, part, 2] = moments[2]
 
 
-@device_function
+@strict_function
 def merge_parts(partials, statistic):
     """(count, mean, m2) of a channel: its parts in order."""
     count, mean, m2 = 0.0, 0.0, 0.0

@@ -25,6 +25,7 @@ from .elements import (
     store,
     store_streaming,
     streaming_range,
+    strict_function,
 )
 from .pieces import (
     columns_part,
@@ -53,7 +54,7 @@ __all__ = ["normalize", "transform"]
 STREAMING_BYTES = 16 << 20
 
 
-@device_function
+@strict_function
 def _coefficients(x, statistic, g, residual, inv_std, weight, bias):
     """(scale, shift) of y = (x - mean) * scale + shift for a channel of group g.
 
@@ -281,7 +282,7 @@ def _normalize_columns(
 # --- statistics that a forward pass saves -------------------------------------
 
 
-@device_function
+@strict_function
 def _save(statistics, statistic, count, center, m2, eps):
     """Write a channel's mean, inv_std, residual (what rounding took from the mean) and var."""
     mean = statistics[0]
