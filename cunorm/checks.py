@@ -52,12 +52,12 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def floating(name: str, array: np.ndarray) -> None:
-    """The array's dtype is one that kernels exist for."""
-    if not _is_floating(array.dtype):
+def floating(name: str, dtype: np.dtype) -> None:
+    """The dtype of an array is one that kernels exist for."""
+    if not _is_floating(dtype):
         raise TypeError(
             f"{name}: expected dtype float16, bfloat16, float32 or float64 in native byte order, "
-            f"got {array.dtype}"
+            f"got {dtype}"
         )
 
 
@@ -81,11 +81,7 @@ def channels(
     name: str, shape: tuple[int, ...], dtype: np.dtype, channel_axis: int
 ) -> tuple[int, int, int]:
     """(channel axis from the front, number of channels, elements a channel) of an input."""
-    if not _is_floating(dtype):
-        raise TypeError(
-            f"{name}: expected dtype float16, bfloat16, float32 or float64 in native byte order, "
-            f"got {dtype}"
-        )
+    floating(name, dtype)
     ndim = len(shape)
     if ndim < 2:
         raise ValueError(f"{name}: expected at least 2 dimensions, got shape {shape}")
@@ -114,7 +110,7 @@ def per_channel(name: str, array: np.ndarray | None, number: int, dtype: np.dtyp
         raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {array.dtype}")
 
 
-def statistic(name: str, array: np.ndarray, number: int) -> None:
+def statistic(name: str, array: np.ndarray | None, number: int) -> None:
     """A statistic has one value a channel, of any floating type."""
     if array is None:
         raise TypeError(f"{name}: expected an array of shape ({number},), got None")
@@ -122,7 +118,7 @@ def statistic(name: str, array: np.ndarray, number: int) -> None:
         raise ValueError(
             f"{name}: expected shape ({number},), one value a channel, got {array.shape}"
         )
-    floating(name, array)
+    floating(name, array.dtype)
 
 
 def writable(name: str, array: np.ndarray | None) -> None:
@@ -280,7 +276,7 @@ def number_of_values(name: str, value: Any, least: int) -> int:
 
 
 def several_values(count: int, shape: tuple[int, ...]) -> None:
-    """A variance can be taken: more than one value a channel, or no data at all."""
+    """A variance can be taken: there is more than one value a channel."""
     if count == 1:
         raise ValueError(
             "x: expected more than 1 value per channel when training, "

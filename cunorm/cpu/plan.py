@@ -66,7 +66,7 @@ _MOST_PARTS = 32
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
 
-# Less than this is not worth a task: taking one costs about 50 ns.
+# Less than this is not worth a task of its own: taking one is an atomic operation.
 _TASK_BYTES = 32 << 10
 
 

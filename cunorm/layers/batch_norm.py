@@ -349,7 +349,7 @@ class BatchNorm:
             return np.asarray(checks.number_of_values(label, value.item(), 0))
         if array.dtype.name == "bfloat16" and value.dtype == "V2":  # how NumPy's files hold it
             value = value.view(array.dtype)
-        checks.floating(label, value)
+        checks.floating(label, value.dtype)
         return value.copy()  # it may be another of the layer's own arrays
 
     def _state(self) -> dict[str, Array]:
