@@ -23,10 +23,19 @@ Array: TypeAlias = Any
 _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 3, 13)  # device memory, pinned host memory, managed memory
 
+Export: TypeAlias = Callable[[Any], Array]
 
+
+@cache
 def cuda_missing() -> str | None:
     """Why GPU arrays cannot be used here, or None if they can."""
-    return "this version of cunorm has no CUDA backend yet"
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed (cupy-cuda12x[ctk] or cupy-cuda13x[ctk], as your driver is)"
+    if not cupy.is_available():
+        return "CuPy finds no GPU, or no driver for it"
+    return None
 
 
 @cache
@@ -39,15 +48,50 @@ def cpu_backend() -> ModuleType:
     return cunorm.cpu
 
 
+@cache
+def cuda_backend() -> ModuleType:
+    """The CUDA backend; the first call imports CuPy."""
+    import cunorm.cuda.backward
+    import cunorm.cuda.statistics
+    import cunorm.cuda.transform
+
+    return cunorm.cuda
+
+
+class Place:
+    """Where the arrays of a call lie: what computes on them, and whose the results are.
+
+    As a context it makes a GPU the current one for as long as the call lasts.
+    """
+
+    __slots__ = ("_device", "backend", "export", "xp")
+
+    def __init__(self, xp: Any, backend: ModuleType, export: Export, device: Any = None) -> None:
+        self.xp = xp
+        self.backend = backend
+        self.export = export
+        self._device = device
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            self._device.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._device is not None:
+            self._device.__exit__(*exception)
+
+
 def _same(array: Array) -> Array:
     return array
 
 
-Export: TypeAlias = Callable[[Any], Array]
+@cache
+def _cpu() -> Place:
+    return Place(np, cpu_backend(), _same)
 
 
-def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Export]:
-    """NumPy views of the arguments and the function that makes results the caller's.
+def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
+    """The arguments as arrays of NumPy or CuPy, and where they lie.
 
     ``None`` stays ``None``. The first array decides what the results are.
     """
@@ -55,19 +99,47 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Export]:
         if type(value) is not np.ndarray and value is not None:
             break
     else:
-        return values, _same
+        return values, _cpu()
     views = [None if v is None else _view(n, v) for n, v in zip(names, values, strict=True)]
-    name, first = next((n, v) for n, v in zip(names, values, strict=True) if v is not None)
-    return views, _same if isinstance(first, np.ndarray) else _exporter(name, first)
+    given = [i for i, view in enumerate(views) if view is not None]
+    first = given[0]
+    place = _device_of(views[first])
+    for i in given[1:]:
+        other = _device_of(views[i])
+        if other != place:
+            raise TypeError(
+                f"{names[i]}: expected an array on the device of {names[first]}, "
+                f"{_named(place)}, got one on {_named(other)}"
+            )
+    value = values[first]
+    own = isinstance(value, np.ndarray) or value is views[first]
+    export = _same if own else _exporter(names[first], value)
+    if place is None:
+        return views, Place(np, cpu_backend(), export)
+    cupy = sys.modules["cupy"]
+    current = cupy.cuda.runtime.getDevice() == place
+    return views, Place(cupy, cuda_backend(), export, None if current else cupy.cuda.Device(place))
 
 
-def _view(name: str, value: Any) -> np.ndarray:
+def _device_of(array: Any) -> int | None:
+    """Number of the GPU that an array lies on; None for the CPU."""
+    return None if isinstance(array, np.ndarray) else array.data.device_id
+
+
+def _named(device: int | None) -> str:
+    return "the CPU" if device is None else f"GPU {device}"
+
+
+def _view(name: str, value: Any) -> Any:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{name}: expected a plain array, got a masked array, whose mask would be lost"
         )
     if isinstance(value, np.ndarray):
         return np.asarray(value)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return value
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
         raise TypeError(
             f"{name}: expected an array (NumPy, CuPy or anything with __dlpack__), "
@@ -75,8 +147,13 @@ def _view(name: str, value: Any) -> np.ndarray:
         )
     device, _ = value.__dlpack_device__()
     if device in _DLPACK_CUDA:
-        raise TypeError(f"{name}: expected an array on the CPU, got one on a GPU: {cuda_missing()}")
-    if device != _DLPACK_CPU:
+        missing = cuda_missing()
+        if missing is not None:
+            raise TypeError(f"{name}: expected an array on the CPU, got one on a GPU: {missing}")
+        import cupy as module
+    elif device == _DLPACK_CPU:
+        module = np
+    else:
         raise TypeError(
             f"{name}: expected an array on a CPU or CUDA device, got DLPack device {device}"
         )
@@ -90,8 +167,8 @@ def _view(name: str, value: Any) -> np.ndarray:
             import ml_dtypes
 
             integers = value.view(_namespace(name, value).uint16)
-            return np.from_dlpack(integers).view(ml_dtypes.bfloat16)
-        return np.from_dlpack(value)
+            return module.from_dlpack(integers).view(ml_dtypes.bfloat16)
+        return module.from_dlpack(value)
     except Exception as error:
         raise TypeError(
             f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}"
@@ -123,10 +200,19 @@ def _exporter(name: str, value: Any) -> Export:
         if array is None:
             return None
         if _is_bfloat16(array):
-            return namespace.from_dlpack(array.view(np.uint16)).view(namespace.bfloat16)
+            return namespace.from_dlpack(array.view("uint16")).view(namespace.bfloat16)
         return namespace.from_dlpack(array)
 
     return export
+
+
+def move(array: Any, device: str) -> Any:
+    """A NumPy or CuPy array as one of NumPy ("cpu") or CuPy ("cuda"); itself if it is one."""
+    if device == "cpu":
+        return array if isinstance(array, np.ndarray) else array.get()
+    import cupy
+
+    return cupy.asarray(array)
 
 
 # --- memory order -------------------------------------------------------------
@@ -147,22 +233,57 @@ def _dense_order(
     return tuple(order)
 
 
-def memory_order(array: np.ndarray) -> tuple[int, ...] | None:
+def memory_order(array: Any) -> tuple[int, ...] | None:
     """Axes from slowest to fastest, if that makes the array C-contiguous; else None."""
-    if not array.flags.aligned:
+    if not _is_aligned(array):
         return None
     if array.flags.c_contiguous:
         return tuple(range(array.ndim))
     return _dense_order(array.shape, array.strides, array.itemsize)
 
 
-def _is_plain(array: np.ndarray) -> bool:
-    flags = array.flags
-    return bool(flags.c_contiguous and flags.aligned)
+def _is_aligned(array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return array.flags.aligned
+    return bool(array.data.ptr % array.itemsize == 0)
 
 
-def _lies_in(order: tuple[int, ...], array: np.ndarray) -> bool:
-    return array.flags.aligned and array.transpose(order).flags.c_contiguous
+def is_plain(array: Any) -> bool:
+    """Whether an array is C-contiguous and aligned, as kernels need it."""
+    return bool(array.flags.c_contiguous) and _is_aligned(array)
+
+
+def _lies_in(order: tuple[int, ...], array: Any) -> bool:
+    return is_plain(array.transpose(order))
+
+
+class _Header:
+    """What NumPy needs to know of an array to compare its place with another's."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.data.ptr, True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+        }
+
+
+def header(array: Any) -> np.ndarray:
+    """A NumPy array of the same addresses; of a GPU's memory, to compare but not to read."""
+    return array if isinstance(array, np.ndarray) else np.asarray(_Header(array))
+
+
+def may_overlap(a: Any, b: Any) -> bool:
+    """Whether the bounds of two arrays in memory overlap."""
+    return np.may_share_memory(header(a), header(b))
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays share an element."""
+    a, b = header(a), header(b)
+    return np.may_share_memory(a, b) and np.shares_memory(a, b)
 
 
 class Operands:
@@ -175,21 +296,20 @@ class Operands:
     ``inputs`` and ``out`` are C-contiguous views whose axes are ``order``.
     """
 
-    __slots__ = ("_result", "_target", "inputs", "order", "out")
+    __slots__ = ("_result", "_target", "_xp", "inputs", "order", "out")
 
-    def __init__(
-        self, like: np.ndarray, inputs: tuple[np.ndarray, ...], out: np.ndarray | None
-    ) -> None:
-        if all(map(_is_plain, inputs)) and _is_plain(like if out is None else out):
+    def __init__(self, xp: Any, like: Any, inputs: tuple[Any, ...], out: Any | None) -> None:
+        self._xp = xp
+        if all(map(is_plain, inputs)) and is_plain(like if out is None else out):
             self.order = tuple(range(like.ndim))  # the usual case, without detours
             self.inputs = inputs
-            self.out = np.empty(like.shape, like.dtype) if out is None else out
+            self.out = xp.empty(like.shape, like.dtype) if out is None else out
             self._target = self._result = self.out
             return
-        self._result = np.empty_like(like, subok=False) if out is None else out
+        self._result = xp.empty_like(like) if out is None else out
         order = memory_order(self._result)
         if order is None:  # given by the caller and with gaps
-            self._target = np.empty(like.shape, like.dtype)
+            self._target = xp.empty(like.shape, like.dtype)
             order = tuple(range(like.ndim))
         else:
             self._target = self._result
@@ -198,32 +318,28 @@ class Operands:
         if all(_lies_in(order, array) for array in inputs):
             self.inputs = tuple(array.transpose(order) for array in inputs)
             return
-        free = not any(np.may_share_memory(self._target, array) for array in inputs)
+        free = not any(may_overlap(self._target, array) for array in inputs)
         views = []
         for array in inputs:
             if not _lies_in(order, array):
-                copy = self._target if free else np.empty_like(self._target)
+                copy = self._target if free else xp.empty_like(self._target)
                 free = False
-                np.copyto(copy, array)
+                xp.copyto(copy, array)
                 array = copy
             views.append(array.transpose(order))
         self.inputs = tuple(views)
 
-    def finish(self) -> np.ndarray:
+    def finish(self) -> Any:
         """The output as the caller asked for it."""
         if self._target is not self._result:
-            np.copyto(self._result, self._target)
+            self._xp.copyto(self._result, self._target)
         return self._result
 
 
-def dense(arrays: tuple[np.ndarray, ...]) -> tuple[tuple[int, ...], list[np.ndarray]]:
+def dense(arrays: tuple[Any, ...]) -> tuple[tuple[int, ...], list[Any]]:
     """One memory order and the arrays in it, C-contiguous; those in another order are copied."""
     order = next((o for o in map(memory_order, arrays) if o is not None), None)
     if order is None:
         order = tuple(range(arrays[0].ndim))
-    return order, [
-        array.transpose(order)
-        if _lies_in(order, array)
-        else np.ascontiguousarray(array.transpose(order))
-        for array in arrays
-    ]
+    turned = [array.transpose(order) for array in arrays]
+    return order, [array if is_plain(array) else array.copy() for array in turned]

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from . import arrays
+
 _FLOAT32: np.dtype = np.dtype(np.float32)
 _FLOAT64: np.dtype = np.dtype(np.float64)
 
@@ -39,7 +41,7 @@ def _is_floating(dtype: np.dtype) -> bool:
 
 def _shown(value: Any) -> str:
     """A value as a message shows it: arrays by their shape, nothing at length."""
-    if isinstance(value, np.ndarray):
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -125,9 +127,9 @@ def writable(name: str, array: np.ndarray | None) -> None:
     """The array can be written: it is not read-only and no two elements share memory."""
     if array is None:
         return
-    if not array.flags.writeable:
+    if not getattr(array.flags, "writeable", True):  # CuPy's arrays always are
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    if array.flags.forc:
+    if array.flags.c_contiguous or array.flags.f_contiguous:
         return
     reach = array.itemsize
     for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
@@ -151,11 +153,11 @@ def output(
         raise TypeError(f"out: expected dtype {like.dtype}, got {out.dtype}")
     writable("out", out)
     for name, array in inputs.items():
-        if array is None or not np.may_share_memory(out, array):
+        if array is None or not arrays.may_overlap(out, array):
             continue
         if name in may_be and _is_same(array, out):
             continue
-        if np.shares_memory(out, array):
+        if arrays.overlap(out, array):
             same = f" unless it is {name} itself" if name in may_be else ""
             raise ValueError(
                 f"out: expected memory apart from {name}{same}, got an array that overlaps it"
@@ -164,6 +166,7 @@ def output(
 
 def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays of one shape and dtype have the same elements at the same places."""
+    a, b = arrays.header(a), arrays.header(b)
     if a.__array_interface__["data"][0] != b.__array_interface__["data"][0]:
         return False
     places = zip(a.strides, b.strides, a.shape, strict=True)
@@ -218,9 +221,7 @@ def separate(running_mean: np.ndarray | None, running_var: np.ndarray | None) ->
     """The running statistics are two arrays."""
     if running_mean is None or running_var is None:
         return
-    if np.may_share_memory(running_mean, running_var) and np.shares_memory(
-        running_mean, running_var
-    ):
+    if arrays.overlap(running_mean, running_var):
         raise ValueError(
             "running_var: expected memory apart from running_mean, got an array that overlaps it"
         )

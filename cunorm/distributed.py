@@ -68,7 +68,7 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     counts: list[int] = []
     means: list[np.ndarray] = []
     squares: list[np.ndarray] = []
-    export: arrays.Export | None = None
+    place: arrays.Place | None = None
     for i, part in enumerate(parts):
         if not isinstance(part, tuple) or len(part) != 3:
             raise TypeError(
@@ -77,8 +77,8 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
             )
         count = checks.number_of_values(f"moments[{i}].count", part[0], 0)
         names = (f"moments[{i}].mean", f"moments[{i}].m2")
-        (mean, m2), to_caller = arrays.adopt(names, part[1], part[2])
-        export = export or to_caller
+        (mean, m2), its_place = arrays.adopt(names, part[1], part[2])
+        place = place or its_place
         shape = means[0].shape if means else np.shape(mean)
         if len(shape) != 1:
             raise ValueError(f"{names[0]}: expected shape (C,), got {shape}")
@@ -92,19 +92,20 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
         counts.append(count)
         means.append(mean)
         squares.append(m2)
-    assert export is not None
+    assert place is not None
     total = sum(counts)
     dtype = means[0].dtype
     filled = [i for i, count in enumerate(counts) if count > 0]
-    with np.errstate(all="ignore"):
-        mean = np.zeros(means[0].shape)
-        m2 = np.zeros(means[0].shape)
+    with place, np.errstate(all="ignore"):
+        mean = place.xp.zeros(means[0].shape)
+        m2 = place.xp.zeros(means[0].shape)
         if filled:
             pivot = means[filled[0]].astype(np.float64)
-            pivot[~np.isfinite(pivot)] = 0.0
+            pivot[~place.xp.isfinite(pivot)] = 0.0
             for i in filled:
                 mean += (counts[i] / total) * (means[i] - pivot)
             mean += pivot
             for i in filled:
-                m2 += squares[i] + counts[i] * np.square(means[i] - mean)
-        return Moments(total, export(mean.astype(dtype)), export(m2.astype(dtype)))
+                m2 += squares[i] + counts[i] * place.xp.square(means[i] - mean)
+        mean, m2 = mean.astype(dtype), m2.astype(dtype)
+        return Moments(total, place.export(mean), place.export(m2))

@@ -1,4 +1,8 @@
-"""Settings shared by all tests."""
+"""Settings shared by all tests.
+
+The tests of the public functions run on any backend: ``pytest --backend cuda-on-cpu``
+executes the CUDA kernels on the CPU, ``--backend gpu`` on a GPU.
+"""
 
 import hashlib
 import os
@@ -23,9 +27,71 @@ import cunorm  # noqa: E402
 
 # A first example may compile kernels, which takes seconds.
 settings.register_profile(
-    "cunorm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    "cunorm", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 settings.load_profile("cunorm")
+
+#: Files whose tests run on every backend, and those for CUDA backends alone.
+EVERYWHERE = {
+    "test_batch_norm.py",
+    "test_errors.py",
+    "test_gradients.py",
+    "test_layers.py",
+    "test_numerics.py",
+    "test_properties.py",
+    "test_running_statistics.py",
+}
+CUDA_ONLY = {"test_cuda_kernels.py", "test_cuda_traffic.py"}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--backend", choices=["cpu", "cuda-on-cpu", "gpu"], default="cpu")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cpu: of the CPU backend alone")
+    config.addinivalue_line("markers", "gpu: needs a GPU")
+    config.addinivalue_line("markers", "slow_without_gpu: not executed on the CPU, for time")
+
+
+def pytest_collection_modifyitems(config, items):
+    backend = config.getoption("--backend")
+    kept, left = [], []
+    for item in items:
+        if backend == "cpu":
+            right = item.path.name not in CUDA_ONLY
+        else:
+            right = item.path.name in EVERYWHERE | CUDA_ONLY and "cpu" not in item.keywords
+        if backend == "cuda-on-cpu":
+            right = right and "slow_without_gpu" not in item.keywords
+        (kept if right else left).append(item)
+        if backend != "gpu" and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --backend gpu"))
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def backend(request):
+    return request.config.getoption("--backend")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_backend(backend):
+    """Make NumPy arrays compute on the backend that is tested."""
+    monkeypatch = pytest.MonkeyPatch()
+    stands_in = None
+    if backend == "cuda-on-cpu":
+        from harness import Harness
+
+        stands_in = Harness()
+        stands_in.install(monkeypatch)
+    elif backend == "gpu":
+        import on_gpu
+
+        on_gpu.install(monkeypatch)
+    yield stands_in
+    monkeypatch.undo()
 
 
 @pytest.fixture
@@ -41,34 +107,53 @@ def threads():
     cunorm.set_num_threads(before)
 
 
+def _cut_for_cpu(monkeypatch, resident):
+    from cunorm.cpu import backward, plan, threads, transform
+
+    size = 1 << 40 if resident else 0
+    for name, value in {
+        "_SEGMENT_CHUNK": 96,
+        "_COLUMN_CHUNK_BYTES": 2048,
+        "_COLUMN_CHUNK_ROWS": 6,
+        "_MOST_BLOCK_POSITIONS": 64,
+        "_FOLDED_POSITIONS": 48,
+        "_PART_BYTES": 512,
+        "_MOST_PARTS": 5,
+        "_TASK_BYTES": 256,
+        "_RESIDENT_RUNS_BYTES": size,
+        "_RESIDENT_COLUMNS_BYTES": size,
+    }.items():
+        assert hasattr(plan, name), name
+        monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(threads, "_BYTES_PER_THREAD", 64)
+    for module in (transform, backward):
+        monkeypatch.setattr(module, "STREAMING_BYTES", 0)
+
+
+def _cut_for_cuda(monkeypatch, resident):
+    from cunorm.cuda import launch
+
+    if not resident:
+        monkeypatch.setattr(launch, "CANDIDATES", (launch._stream,))
+        monkeypatch.setattr(launch, "SWEEPS", (launch._stream,))
+
+
 @pytest.fixture
-def small_pieces(monkeypatch):
+def small_pieces(monkeypatch, backend):
     """Cut arrays into pieces so small that little ones take every path of large ones.
 
     Called with what to change: `resident` whether channels stay near the cache.
     """
-    from cunorm.cpu import backward, plan, threads, transform
+    from cunorm.cpu import plan
+    from cunorm.cuda import launch
+
+    caches = (plan.plan, launch.plan, launch.sweep)
 
     def cut(resident: bool) -> None:
-        size = 1 << 40 if resident else 0
-        for name, value in {
-            "_SEGMENT_CHUNK": 96,
-            "_COLUMN_CHUNK_BYTES": 2048,
-            "_COLUMN_CHUNK_ROWS": 6,
-            "_MOST_BLOCK_POSITIONS": 64,
-            "_FOLDED_POSITIONS": 48,
-            "_PART_BYTES": 512,
-            "_MOST_PARTS": 5,
-            "_TASK_BYTES": 256,
-            "_RESIDENT_RUNS_BYTES": size,
-            "_RESIDENT_COLUMNS_BYTES": size,
-        }.items():
-            assert hasattr(plan, name), name
-            monkeypatch.setattr(plan, name, value)
-        monkeypatch.setattr(threads, "_BYTES_PER_THREAD", 64)
-        for module in (transform, backward):
-            monkeypatch.setattr(module, "STREAMING_BYTES", 0)
-        plan.plan.cache_clear()
+        (_cut_for_cpu if backend == "cpu" else _cut_for_cuda)(monkeypatch, resident)
+        for function in caches:
+            function.cache_clear()
 
     yield cut
-    plan.plan.cache_clear()
+    for function in caches:
+        function.cache_clear()

@@ -200,6 +200,7 @@ def everything(x, dy, axis):
     return [y, *saved[:3], *gradients, *running, *moments[1:], *sums]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
@@ -231,6 +232,7 @@ def test_same_bits_with_any_number_of_threads(rng, threads, shape, axis):
                 np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.cpu
 def test_unaligned_output_has_the_same_bits(rng):
     """Streaming stores start at cache lines; what lies before and after is written too."""
     x = rng.standard_normal((20, 3, 600, 601)).astype(np.float32)

@@ -40,7 +40,7 @@ from .pieces import (
     spread,
 )
 from .plan import Columns, Segments, plan, stays_near
-from .statistics import NONE
+from .statistics import NONE, parameter
 from .threads import get_num_threads, run
 from .transform import STREAMING_BYTES, columns_transform, segments_transform, transform
 
@@ -491,48 +491,56 @@ def reduce(dy, x, mean, residual, geometry: Geometry):
 def input_gradient(
     dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, geometry: Geometry, out
 ):
-    """dx, into `out`, from sums over the `count` values that mean and inv_std were taken from."""
+    """`out` = dx from sums over the `count` values that mean and inv_std were taken from."""
     cut = plan(geometry, x.itemsize, 2)
-    none = NONE[mean.dtype]
     run(
         _GRADIENT[type(cut)], cut.tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
-        mean, none if residual is None else residual, inv_std,
-        none if weight is None else weight, sum_dy, sum_dy_xmu, float(count),
+        mean, NONE[mean.dtype] if residual is None else residual, inv_std,
+        parameter(weight, mean.dtype), sum_dy, sum_dy_xmu, float(count),
         x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
     )  # fmt: skip
 
 
-def backward(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out):
-    """dx, into `out`; returns the sums of dy and dy * (x - mean).
-
-    In training mean and inv_std are those of x; otherwise they are given numbers.
-    """
+def _sums_and_gradient(
+    dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out
+):  # fmt: skip
     cut = plan(geometry, x.itemsize, 2)
     if stays_near(cut, get_num_threads()):
-        none = NONE[mean.dtype]
         sum_dy, sum_dy_xmu = np.empty((2, geometry.statistics), mean.dtype)
         run(
             _BACKWARD[type(cut)], cut.resident_tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
-            mean, none if residual is None else residual, inv_std,
-            none if weight is None else weight, sum_dy, sum_dy_xmu, training,
+            mean, NONE[mean.dtype] if residual is None else residual, inv_std,
+            parameter(weight, mean.dtype), sum_dy, sum_dy_xmu, training,
             x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
         )  # fmt: skip
         return sum_dy, sum_dy_xmu
     sum_dy, sum_dy_xmu = reduce(dy, x, mean, residual, geometry)
     if training:
         input_gradient(
-            dy,
-            x,
-            mean,
-            residual,
-            inv_std,
-            weight,
-            sum_dy,
-            sum_dy_xmu,
-            geometry.count,
-            geometry,
-            out,
-        )
+            dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, geometry.count,
+            geometry, out,
+        )  # fmt: skip
     else:
-        transform(dy, np.zeros_like(mean), None, inv_std, weight, None, geometry, out)
+        transform(dy, None, None, inv_std, weight, None, geometry, out)
     return sum_dy, sum_dy_xmu
+
+
+def backward(
+    dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out, dweight, dbias
+):
+    """Gradients with respect to x into `out`, to weight into `dweight`, to bias into `dbias`.
+
+    Each of them may be None. In training mean and inv_std are those of x; otherwise they
+    are given numbers.
+    """
+    if out is None:
+        sum_dy, sum_dy_xmu = reduce(dy, x, mean, residual, geometry)
+    else:
+        sum_dy, sum_dy_xmu = _sums_and_gradient(
+            dy, x, mean, residual, inv_std, weight, training, geometry, out
+        )
+    with np.errstate(all="ignore"):
+        if dweight is not None:
+            np.multiply(sum_dy_xmu, inv_std, out=dweight, casting="unsafe")
+        if dbias is not None:
+            dbias[...] = sum_dy

@@ -38,10 +38,20 @@ from .pieces import columns_piece, segments_chunk, segments_chunks, segments_uni
 from .plan import Columns, Segments, plan
 from .threads import run
 
-__all__ = ["inverse_deviation", "moments", "update_running"]
+__all__ = ["moments", "update_running"]
 
 #: What stands for a missing array; kernels ask for its size.
 NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
+
+
+def parameter(array, dtype):
+    """A parameter of any floating dtype and strides, or None, as the kernels take it."""
+    if array is None:
+        return NONE[dtype]
+    if array.dtype == dtype and array.flags.c_contiguous:
+        return array
+    with np.errstate(all="ignore"):
+        return np.ascontiguousarray(array, dtype)
 
 
 @device_function
@@ -374,8 +384,6 @@ def _inverse_deviation(var, eps, inv_std):
         store(inv_std, i, as_accumulator(inv_std, 1.0 / deviation))
 
 
-def inverse_deviation(var, eps, dtype):
-    """1 / sqrt(var + eps) of every channel, in `dtype`."""
-    inv_std = np.empty(var.shape, dtype)
+def inverse_deviation(var, eps, inv_std):
+    """`inv_std` = 1 / sqrt(var + eps) of every channel."""
     _inverse_deviation(flat(var), eps, inv_std)
-    return inv_std

@@ -1,7 +1,7 @@
 """y = (x - mean) * inv_std * weight + bias.
 
-`transform` applies given statistics. `normalize` takes them from the data
-first: a channel that fits the cache is read from memory once, the others
+`transform` applies given statistics, `infer` running ones. `normalize` takes them from
+the data first: a channel that fits the cache is read from memory once, the others
 once for the statistics and once more, from their end, for the transform.
 """
 
@@ -40,14 +40,17 @@ from .statistics import (
     NONE,
     channel_of_columns,
     columns_moments,
+    inverse_deviation,
     merge_moments,
     merge_parts,
+    parameter,
     partial_moments,
     segments_part,
+    update_running,
 )
 from .threads import get_num_threads, run
 
-__all__ = ["normalize", "transform"]
+__all__ = ["infer", "normalize", "transform"]
 
 # Outputs at least this large bypass the caches: they would push out the data
 # still to be read and be gone themselves before anyone reads them.
@@ -311,35 +314,63 @@ _NORMALIZE = {Segments: _normalize_segments, Columns: _normalize_columns}
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
     """`out` = (x - (mean + residual)) * inv_std * weight + bias.
 
-    residual, weight and bias may be None.
+    mean, residual, weight and bias may be None.
     """
     cut = plan(geometry, x.itemsize, 1)
-    none = NONE[mean.dtype]
+    dtype = inv_std.dtype
     run(
         _TRANSFORM[type(cut)], cut.tasks, 2 * x.nbytes, flat(x), flat(out),
-        mean, none if residual is None else residual, inv_std,
-        none if weight is None else weight, none if bias is None else bias,
+        np.zeros_like(inv_std) if mean is None else mean,
+        NONE[dtype] if residual is None else residual, inv_std,
+        parameter(weight, dtype), parameter(bias, dtype),
         x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
     )  # fmt: skip
 
 
-def normalize(x, weight, bias, eps, geometry: Geometry, out):
+def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
+    """Transform of x with running statistics into `out`.
+
+    Returns mean, inv_std and residual (what rounding took from the mean) as the rows of
+    one array, in the accumulator type.
+    """
+    statistics = np.empty((3, geometry.statistics), statistics_dtype(x.dtype))
+    mean, inv_std, residual = statistics
+    with np.errstate(all="ignore"):
+        mean[...] = running_mean
+        residual[...] = 0.0
+        if running_mean.dtype.itemsize > mean.itemsize:
+            np.subtract(
+                running_mean, mean, out=residual, where=np.isfinite(mean), casting="same_kind"
+            )
+    inverse_deviation(np.ascontiguousarray(running_var), eps, inv_std)
+    transform(x, mean, residual, inv_std, weight, bias, geometry, out)
+    return statistics
+
+
+def normalize(
+    x, weight, bias, running_mean, running_var, eps, scale, factor, geometry: Geometry, out
+):
     """Statistics of x, then its transform with them into `out`.
 
-    Returns mean, inv_std, residual (what rounding took from the mean) and the
-    biased variance as the rows of one array, in the accumulator type.
+    The running statistics take in mean and var * scale. Returns mean, inv_std and residual
+    (what rounding took from the mean) as the first rows of one array, in the accumulator
+    type.
     """
     cut = plan(geometry, x.itemsize, 1)
     statistics = np.empty((4, geometry.statistics), statistics_dtype(x.dtype))
     if stays_near(cut, get_num_threads()):
-        none = NONE[statistics.dtype]
         run(
             _NORMALIZE[type(cut)], cut.resident_tasks, 2 * x.nbytes, flat(x), flat(out),
-            none if weight is None else weight, none if bias is None else bias, eps, statistics,
-            x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
+            parameter(weight, statistics.dtype), parameter(bias, statistics.dtype), eps,
+            statistics, x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
         )  # fmt: skip
     else:
         _finish_normalization(partial_moments(x, geometry), eps, statistics)
         mean, inv_std, residual, _ = statistics
         transform(x, mean, residual, inv_std, weight, bias, geometry, out)
+    if running_mean is not None or running_var is not None:
+        mean = statistics[0]
+        if running_mean is not None and running_mean.dtype == np.float64:
+            mean = mean + statistics[2].astype(np.float64)
+        update_running(running_mean, running_var, mean, statistics[3], scale, factor)
     return statistics

@@ -144,7 +144,7 @@ def batch_norm_forward(
     before weight and bias.
     """
     given = out
-    (x, weight, bias, running_mean, running_var, out), export = arrays.adopt(
+    (x, weight, bias, running_mean, running_var, out), place = arrays.adopt(
         _FORWARD_NAMES, x, weight, bias, running_mean, running_var, out
     )
     axis, number, count = _channels("x", x, channel_axis)
@@ -157,6 +157,7 @@ def batch_norm_forward(
     correction = checks.not_negative("correction", correction)
     training = checks.flag("training", training)
     checks.separate(running_mean, running_var)
+    scale = 1.0
     if training:
         checks.writable("running_mean", running_mean)
         checks.writable("running_var", running_var)
@@ -164,6 +165,7 @@ def batch_norm_forward(
             checks.several_values(count, x.shape)
             if running_var is not None:
                 checks.correctable(count, correction)
+                scale = running.bessel(count, correction)
     elif running_mean is None or running_var is None:
         missing = "running_mean" if running_mean is None else "running_var"
         raise ValueError(f"{missing}: expected an array when training is False, got None")
@@ -173,39 +175,32 @@ def batch_norm_forward(
             x=x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
         )  # fmt: skip
 
-    dtype = checks.statistics_dtype(x.dtype)
-    bias_dtype = None if bias is None else bias.dtype
-    weight, bias = _as(weight, dtype), _as(bias, dtype)
-    operands = arrays.Operands(x, (x,), out)
-    (source,) = operands.inputs
-    backend = arrays.cpu_backend()
-    geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
-    residual = None
-    if not training:
-        mean, residual = _split(running_mean, dtype)
-        mean = mean.copy() if mean is running_mean else mean
-        inv_std = backend.statistics.inverse_deviation(
-            _as(running_var, running_var.dtype), eps, dtype
-        )
-        if x.size > 0:
-            backend.transform.transform(
-                source, mean, residual, inv_std, weight, bias, geometry, operands.out
+    with place:
+        operands = arrays.Operands(place.xp, x, (x,), out)
+        (source,) = operands.inputs
+        geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
+        verbs = place.backend.transform
+        if x.size == 0:
+            given_mean, given_var = (None, None) if training else (running_mean, running_var)
+            statistics = _of_nothing(
+                place.xp, given_mean, given_var, number, eps, checks.statistics_dtype(x.dtype)
             )
-    elif x.size == 0:
-        mean = np.zeros(number, dtype)
-        inv_std = backend.statistics.inverse_deviation(mean, eps, dtype)
-    else:
-        statistics = backend.transform.normalize(source, weight, bias, eps, geometry, operands.out)
-        mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
-        exact = mean
-        if running_mean is not None and running_mean.dtype == np.float64:
-            exact = mean + residual.astype(np.float64)
-        _update(backend, running_mean, running_var, exact, statistics[3], count, factor, correction)
-    saved = BatchNormSaved(
-        export(mean), export(inv_std), export(residual), training, axis, x.shape, bias_dtype
-    )
-    y = operands.finish()
-    return export(y) if given is None else given, saved
+        elif training:
+            statistics = verbs.normalize(
+                source, weight, bias, running_mean, running_var, eps, scale, factor, geometry,
+                operands.out,
+            )  # fmt: skip
+        else:
+            statistics = verbs.infer(
+                source, running_mean, running_var, weight, bias, eps, geometry, operands.out
+            )
+        y = operands.finish()
+        export = place.export
+        saved = BatchNormSaved(
+            export(statistics[0]), export(statistics[1]), export(statistics[2]),
+            training, axis, x.shape, None if bias is None else bias.dtype,
+        )  # fmt: skip
+        return export(y) if given is None else given, saved
 
 
 def batch_norm_backward(
@@ -261,7 +256,7 @@ def batch_norm_backward(
             f"saved: expected what batch_norm_forward returned, got {type(saved).__name__}"
         )
     given = out
-    (dy, x, weight, out, mean, inv_std, residual), export = arrays.adopt(
+    (dy, x, weight, out, mean, inv_std, residual), place = arrays.adopt(
         ("dy", "x", "weight", "out", "saved.mean", "saved.inv_std", "saved.residual"),
         dy, x, weight, out, saved.mean, saved.inv_std, saved.residual,
     )  # fmt: skip
@@ -289,44 +284,49 @@ def batch_norm_backward(
             **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
         )  # fmt: skip
 
-    weight_dtype = dtype if weight is None else weight.dtype
-    bias_dtype = saved.bias_dtype or dtype
-    weight, residual = _as(weight, dtype), _as(residual, dtype)
-    mean, inv_std = _as(mean, dtype), _as(inv_std, dtype)
-    backend = arrays.cpu_backend()
-    sums_wanted = want_dweight or want_dbias
-    dx = sum_dy = sum_dy_xmu = None
-    if x.size == 0:
-        sum_dy = sum_dy_xmu = np.zeros(number, dtype)
-        if want_dx:
-            dx = arrays.Operands(x, (x,), out).finish()
-    elif want_dx:
-        uses_x = saved.training or sums_wanted
-        operands = arrays.Operands(x, (x, dy) if uses_x else (dy,), out)
-        source, gradient = operands.inputs[0], operands.inputs[-1]
-        geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
-        if uses_x:
-            sum_dy, sum_dy_xmu = backend.backward.backward(
-                gradient, source, mean, residual, inv_std, weight, saved.training, geometry,
-                operands.out,
+    with place:
+        xp, verbs = place.xp, place.backend.backward
+        dweight = dbias = None
+        if want_dweight:
+            dweight = xp.empty(number, dtype if weight is None else weight.dtype)
+        if want_dbias:
+            dbias = xp.empty(number, saved.bias_dtype or dtype)
+        mean, inv_std, residual = (
+            _as(mean, dtype),
+            _as(inv_std, dtype),
+            _as(residual, dtype),
+        )
+        dx = None
+        if x.size == 0:
+            for gradient in (dweight, dbias):
+                if gradient is not None:
+                    gradient.fill(0)
+            if want_dx:
+                dx = arrays.Operands(xp, x, (x,), out).finish()
+        elif want_dx:
+            uses_x = saved.training or want_dweight or want_dbias
+            operands = arrays.Operands(xp, x, (x, dy) if uses_x else (dy,), out)
+            source, gradient = operands.inputs[0], operands.inputs[-1]
+            geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
+            if uses_x:
+                verbs.backward(
+                    gradient, source, mean, residual, inv_std, weight, saved.training, geometry,
+                    operands.out, dweight, dbias,
+                )  # fmt: skip
+            else:
+                place.backend.transform.transform(
+                    gradient, None, None, inv_std, weight, None, geometry, operands.out
+                )
+            dx = operands.finish()
+        elif want_dweight or want_dbias:
+            order, (gradient, source) = arrays.dense((dy, x))
+            geometry = batch_norm_geometry(source.shape, order.index(axis))
+            verbs.backward(
+                gradient, source, mean, residual, inv_std, None, saved.training, geometry,
+                None, dweight, dbias,
             )  # fmt: skip
-        else:
-            backend.transform.transform(
-                gradient, np.zeros_like(mean), None, inv_std, weight, None, geometry, operands.out
-            )
-        dx = operands.finish()
-    elif sums_wanted:
-        order, (gradient, source) = arrays.dense((dy, x))
-        geometry = batch_norm_geometry(source.shape, order.index(axis))
-        sum_dy, sum_dy_xmu = backend.backward.reduce(gradient, source, mean, residual, geometry)
-    dweight = dbias = None
-    if want_dweight:
-        with np.errstate(all="ignore"):
-            dweight = _as(sum_dy_xmu * inv_std, weight_dtype)
-    if want_dbias:
-        dbias = _as(sum_dy, bias_dtype)
-    dx = export(dx) if given is None else given
-    return dx, export(dweight), export(dbias)
+        export = place.export
+        return export(dx) if given is None else given, export(dweight), export(dbias)
 
 
 def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
@@ -356,15 +356,16 @@ def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
     ValueError, TypeError
         For shapes, and for types and dtypes.
     """
-    (x,), export = arrays.adopt(("x",), x)
+    (x,), place = arrays.adopt(("x",), x)
     axis, number, count = _channels("x", x, channel_axis)
-    if x.size == 0:
-        mean, m2 = np.zeros((2, number), checks.statistics_dtype(x.dtype))
-    else:
-        order, (source,) = arrays.dense((x,))
-        geometry = batch_norm_geometry(source.shape, order.index(axis))
-        mean, m2 = arrays.cpu_backend().statistics.moments(source, geometry)
-    return Moments(count, export(mean), export(m2))
+    with place:
+        if x.size == 0:
+            mean, m2 = place.xp.zeros((2, number), checks.statistics_dtype(x.dtype))
+        else:
+            order, (source,) = arrays.dense((x,))
+            geometry = batch_norm_geometry(source.shape, order.index(axis))
+            mean, m2 = place.backend.statistics.moments(source, geometry)
+        return Moments(count, place.export(mean), place.export(m2))
 
 
 def batch_norm_transform(
@@ -403,7 +404,7 @@ def batch_norm_transform(
         For shapes and values, and for types and dtypes.
     """
     given = out
-    (x, mean, inv_std, weight, bias, out), export = arrays.adopt(
+    (x, mean, inv_std, weight, bias, out), place = arrays.adopt(
         ("x", "mean", "inv_std", "weight", "bias", "out"), x, mean, inv_std, weight, bias, out
     )
     axis, number, _ = _channels("x", x, channel_axis)
@@ -415,16 +416,16 @@ def batch_norm_transform(
         checks.output(out, x, ("x",), x=x, mean=mean, inv_std=inv_std, weight=weight, bias=bias)
 
     dtype = checks.statistics_dtype(x.dtype)
-    operands = arrays.Operands(x, (x,), out)
-    (source,) = operands.inputs
-    if x.size > 0:
-        arrays.cpu_backend().transform.transform(
-            source, *_split(mean, dtype), _as(inv_std, dtype), _as(weight, dtype),
-            _as(bias, dtype), batch_norm_geometry(source.shape, operands.order.index(axis)),
-            operands.out,
-        )  # fmt: skip
-    result = operands.finish()
-    return export(result) if given is None else given
+    with place:
+        operands = arrays.Operands(place.xp, x, (x,), out)
+        (source,) = operands.inputs
+        if x.size > 0:
+            place.backend.transform.transform(
+                source, *_split(place.xp, mean, dtype), _as(inv_std, dtype), weight,
+                bias, batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
+            )  # fmt: skip
+        result = operands.finish()
+        return place.export(result) if given is None else given
 
 
 def batch_norm_backward_reduce(
@@ -455,20 +456,21 @@ def batch_norm_backward_reduce(
     ValueError, TypeError
         For shapes, and for types and dtypes.
     """
-    (dy, x, mean), export = arrays.adopt(("dy", "x", "mean"), dy, x, mean)
+    (dy, x, mean), place = arrays.adopt(("dy", "x", "mean"), dy, x, mean)
     axis, number, _ = _channels("x", x, channel_axis)
     checks.same_as_input("dy", dy, x)
     checks.statistic("mean", mean, number)
     dtype = checks.statistics_dtype(x.dtype)
-    if x.size == 0:
-        sum_dy, sum_dy_xmu = np.zeros((2, number), dtype)
-    else:
-        order, (gradient, source) = arrays.dense((dy, x))
-        geometry = batch_norm_geometry(source.shape, order.index(axis))
-        sum_dy, sum_dy_xmu = arrays.cpu_backend().backward.reduce(
-            gradient, source, *_split(mean, dtype), geometry
-        )
-    return export(sum_dy), export(sum_dy_xmu)
+    with place:
+        if x.size == 0:
+            sum_dy, sum_dy_xmu = place.xp.zeros((2, number), dtype)
+        else:
+            order, (gradient, source) = arrays.dense((dy, x))
+            geometry = batch_norm_geometry(source.shape, order.index(axis))
+            sum_dy, sum_dy_xmu = place.backend.backward.reduce(
+                gradient, source, *_split(place.xp, mean, dtype), geometry
+            )
+        return place.export(sum_dy), place.export(sum_dy_xmu)
 
 
 def batch_norm_backward_transform(
@@ -515,7 +517,7 @@ def batch_norm_backward_transform(
         For shapes and values, and for types and dtypes.
     """
     given = out
-    (dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out), export = arrays.adopt(
+    (dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out), place = arrays.adopt(
         ("dy", "x", "mean", "inv_std", "weight", "sum_dy", "sum_dy_xmu", "out"),
         dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out,
     )  # fmt: skip
@@ -530,16 +532,18 @@ def batch_norm_backward_transform(
         checks.output(out, x, ("x", "dy"), dy=dy, x=x, weight=weight, **per_channel)
 
     dtype = checks.statistics_dtype(x.dtype)
-    operands = arrays.Operands(x, (x, dy), out)
-    source, gradient = operands.inputs
-    if x.size > 0:
-        arrays.cpu_backend().backward.input_gradient(
-            gradient, source, *_split(mean, dtype), _as(inv_std, dtype), _as(weight, dtype),
-            _as(sum_dy, dtype), _as(sum_dy_xmu, dtype), count,
-            batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
-        )  # fmt: skip
-    result = operands.finish()
-    return export(result) if given is None else given
+    with place:
+        xp = place.xp
+        operands = arrays.Operands(xp, x, (x, dy), out)
+        source, gradient = operands.inputs
+        if x.size > 0:
+            place.backend.backward.input_gradient(
+                gradient, source, *_split(xp, mean, dtype), _as(inv_std, dtype), weight,
+                _as(sum_dy, dtype), _as(sum_dy_xmu, dtype), count,
+                batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
+            )  # fmt: skip
+        result = operands.finish()
+        return place.export(result) if given is None else given
 
 
 def update_running_statistics(
@@ -574,7 +578,7 @@ def update_running_statistics(
     ValueError, TypeError
         For shapes and values, and for types and dtypes; nothing has been modified then.
     """
-    (running_mean, running_var, mean, var), _ = arrays.adopt(
+    (running_mean, running_var, mean, var), place = arrays.adopt(
         ("running_mean", "running_var", "mean", "var"), running_mean, running_var, mean, var
     )
     if mean is None or mean.ndim != 1:
@@ -595,25 +599,18 @@ def update_running_statistics(
         return
     if running_var is not None:
         checks.correctable(count, correction)
-    _update(
-        arrays.cpu_backend(), running_mean, running_var,
-        np.array(mean, np.float64), np.array(var, np.float64), count, factor, correction,
-    )  # fmt: skip
-
-
-def _update(
-    backend: Any,
-    running_mean: np.ndarray | None,
-    running_var: np.ndarray | None,
-    mean: np.ndarray,
-    var: np.ndarray,
-    count: int,
-    factor: float,
-    correction: float,
-) -> None:
-    if running_mean is not None or running_var is not None:
-        scale = 1.0 if running_var is None else running.bessel(count, correction)
-        backend.statistics.update_running(running_mean, running_var, mean, var, scale, factor)
+    if running_mean is None and running_var is None:
+        return
+    scale = 1.0 if running_var is None else running.bessel(count, correction)
+    with place:
+        place.backend.statistics.update_running(
+            running_mean,
+            running_var,
+            mean.astype(np.float64),
+            var.astype(np.float64),
+            scale,
+            factor,
+        )
 
 
 def _channels(name: str, array: np.ndarray | None, channel_axis: Any) -> tuple[int, int, int]:
@@ -624,19 +621,34 @@ def _channels(name: str, array: np.ndarray | None, channel_axis: Any) -> tuple[i
     return checks.channels(name, array.shape, array.dtype, channel_axis)
 
 
-def _split(mean: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _of_nothing(
+    xp: Any, running_mean: Any, running_var: Any, number: int, eps: float, dtype: np.dtype
+) -> Any:
+    """Rows mean, inv_std, residual where there are no elements; without statistics, of zeros."""
+    statistics = xp.zeros((3, number), dtype)
+    with np.errstate(all="ignore"):
+        var = xp.zeros(number) if running_var is None else running_var.astype(np.float64)
+        statistics[1] = 1.0 / xp.sqrt(var + eps)
+        if running_mean is not None:
+            statistics[0], residual = _split(xp, running_mean, dtype)
+            if residual is not None:
+                statistics[2] = residual
+    return statistics
+
+
+def _split(xp: Any, mean: Any, dtype: np.dtype) -> tuple[Any, Any]:
     """A mean in the accumulator type, and what rounding took from it, if it was wider."""
     rounded = _as(mean, dtype)
     if mean.dtype != np.float64 or dtype == np.float64:
         return rounded, None
     with np.errstate(all="ignore"):
         rest = mean - rounded
-        return rounded, np.where(np.isfinite(rest), rest, 0.0).astype(dtype)
+        return rounded, xp.where(xp.isfinite(rest), rest, 0.0).astype(dtype)
 
 
 def _as(array: Any, dtype: np.dtype) -> Any:
     """The array in a dtype and contiguous; itself where it is so already."""
-    if array is None or (array.dtype == dtype and array.flags.c_contiguous):
+    if array is None or (array.dtype == dtype and arrays.is_plain(array)):
         return array
     with np.errstate(all="ignore"):
-        return np.ascontiguousarray(array, dtype)
+        return array.astype(dtype, order="C")

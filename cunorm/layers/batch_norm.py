@@ -276,7 +276,11 @@ class BatchNorm:
         return self
 
     def to(self, device: str) -> Self:
-        """Move parameters and running statistics to ``"cpu"`` or ``"cuda"``.
+        """Move parameters and running statistics to ``"cpu"`` or ``"cuda"``, the current GPU.
+
+        They become NumPy or CuPy arrays, `gradients` are dropped, and so is what a
+        ``forward`` kept. `num_batches_tracked` stays on the CPU, where reading it need not
+        wait for a GPU.
 
         Raises
         ------
@@ -287,8 +291,16 @@ class BatchNorm:
         """
         if device not in ("cpu", "cuda"):
             raise ValueError(f'device: expected "cpu" or "cuda", got {device!r}')
-        if device == "cuda":
-            raise RuntimeError(f"device: {arrays.cuda_missing()}")
+        missing = arrays.cuda_missing() if device == "cuda" else None
+        if missing is not None:
+            raise RuntimeError(f"device: the CUDA backend is missing: {missing}")
+        for name, array in self._parameters.items():
+            self._parameters[name] = arrays.move(array, device)
+        if self.running_mean is not None:
+            self.running_mean = arrays.move(self.running_mean, device)
+            self.running_var = arrays.move(self.running_var, device)
+        self._gradients = {}
+        self._cache = None
         return self
 
     def state_dict(self) -> dict[str, Array]:
@@ -330,8 +342,9 @@ class BatchNorm:
             )
         loaded = {name: self._checked(name, array, given[name]) for name, array in own.items()}
         for name, array in own.items():
+            device = "cpu" if isinstance(array, np.ndarray) else "cuda"
             with np.errstate(all="ignore"):
-                array[...] = loaded[name]
+                array[...] = arrays.move(loaded[name], device)
 
     @staticmethod
     def _checked(name: str, array: np.ndarray, value: Any) -> Any:
@@ -347,7 +360,7 @@ class BatchNorm:
             if not np.issubdtype(value.dtype, np.integer):
                 raise TypeError(f"{label}: expected integers, got dtype {value.dtype}")
             return np.asarray(checks.number_of_values(label, value.item(), 0))
-        if array.dtype.name == "bfloat16" and value.dtype == "V2":  # how NumPy's files hold it
+        if array.dtype.name == "bfloat16" and value.dtype.str == "|V2":  # how NumPy's files hold it
             value = value.view(array.dtype)
         checks.floating(label, value.dtype)
         return value.copy()  # it may be another of the layer's own arrays

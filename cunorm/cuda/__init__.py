@@ -1,0 +1,1 @@
+"""The CUDA backend: kernels in ``kernels/``, launched through CuPy."""

@@ -1,0 +1,104 @@
+"""The only module that touches CuPy's driver: devices, compiled kernels, launches."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .launch import Device
+
+__all__ = ["array_module", "device", "launch", "pointer"]
+
+
+def array_module() -> Any:
+    """CuPy."""
+    import cupy
+
+    return cupy
+
+
+def pointer(array: Any) -> int:
+    """Address of an array's first element."""
+    address: int = array.data.ptr
+    return address
+
+
+@cache
+def folder() -> Path:
+    """Where the CUDA sources are: in the package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for place in (package / "kernels", package.parent / "kernels"):
+        if (place / "types.cuh").is_file():
+            return place
+    raise RuntimeError(f"the CUDA sources of cunorm are missing: no kernels/ in {package}")
+
+
+@cache
+def digest() -> str:
+    """Changes with any of the sources; compiled kernels on disk are kept by it."""
+    content = b"".join(path.read_bytes() for path in sorted(folder().glob("*.cu*")))
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def compile_options(options: tuple[str, ...]) -> tuple[str, ...]:
+    """All options that a kernel with these macros is compiled with."""
+    return ("-std=c++17", f"-I{folder()}", f"-DCUNORM_SOURCES=0x{digest()}", *options)
+
+
+_devices: dict[int, Device] = {}
+_functions: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+
+
+def device() -> Device:
+    """The current device."""
+    from cupy.cuda import runtime
+
+    number = runtime.getDevice()
+    found = _devices.get(number)
+    if found is None:
+        properties = runtime.getDeviceProperties(number)
+        found = _devices[number] = Device(
+            compute_capability=10 * properties["major"] + properties["minor"],
+            multiprocessors=properties["multiProcessorCount"],
+            shared_per_block=properties["sharedMemPerBlockOptin"],
+            shared_per_multiprocessor=properties["sharedMemPerMultiprocessor"],
+        )
+    return found
+
+
+def launch(
+    file: str, name: str, options: tuple[str, ...], blocks: int, threads: int, shared: int,
+    arguments: bytes,
+) -> None:  # fmt: skip
+    """Launch a kernel of a file on the current device and stream.
+
+    ``arguments`` is the structure that the kernel takes, by value.
+    """
+    from cupy.cuda import runtime
+
+    key = runtime.getDevice(), name, options
+    function = _functions.get(key)
+    if function is None:
+        function = _functions[key] = _function(file, name, options)
+    function((blocks,), (threads,), (np.frombuffer(arguments, np.uint8),), shared)
+
+
+def _function(file: str, name: str, options: tuple[str, ...]) -> Any:
+    import cupy
+
+    module = cupy.RawModule(
+        code=(folder() / file).read_text(encoding="utf-8"), options=compile_options(options)
+    )
+    try:
+        kernel = module.get_function(name)
+    except cupy.cuda.compiler.CompileException as error:
+        raise RuntimeError(
+            f"{file} cannot be compiled for this GPU; are NVRTC and the CUDA headers of CuPy's "
+            f"CUDA version installed (pip install cupy-cuda13x[ctk], say)? {error}"
+        ) from error
+    kernel.max_dynamic_shared_size_bytes = device().shared_per_block
+    return kernel.kernel

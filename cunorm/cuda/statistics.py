@@ -1,0 +1,101 @@
+"""Mean and centred sum of squares of every channel; running statistics."""
+
+from __future__ import annotations
+
+import struct
+
+from ..arrays import is_plain
+from ..checks import statistics_dtype
+from ..geometry import Geometry
+from . import source
+from .launch import LaunchPlan, alignment, sweep
+
+__all__ = ["moments", "update_running"]
+
+PARTIAL_MOMENTS = 3  # float64 numbers of a part
+
+_MOMENTS = struct.Struct("=2Q")
+_FINISH = struct.Struct("=3Q2q")
+_UPDATE = struct.Struct("=QqQqQqQq2dq")
+
+_KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+
+
+def parameter(array):
+    """Address and kind of a dense array of one value a channel (Parameter in memory.cuh)."""
+    if array is None:
+        return 0, 0
+    return source.pointer(array), _KINDS[array.dtype.name]
+
+
+def dense(values):
+    """The array, or a contiguous copy of it; kernels take no strides of one value a channel."""
+    if values is None or is_plain(values):
+        return values
+    return values.copy()
+
+
+def put_back(values, copy):
+    """What a kernel wrote to the copy that `dense` made of an array, if it made one."""
+    if copy is not values:
+        values[...] = copy
+
+
+def address(array):
+    """Of the first element; 0 for None."""
+    return 0 if array is None else source.pointer(array)
+
+
+def launch_cut(file: str, name: str, plan: LaunchPlan, arguments: bytes) -> None:
+    """Launch a kernel that takes a geometry and a cut after its other arguments."""
+    source.launch(
+        file, name, plan.options, plan.blocks, plan.threads, plan.shared, arguments + plan.packed
+    )
+
+
+def launch_channels(file: str, name: str, plan: LaunchPlan, each: int, number: int, arguments):
+    """Launch a kernel whose blocks take `each` of a number of channels."""
+    blocks = -(-number // each)
+    source.launch(file, name, plan.options, blocks, plan.threads, 0, arguments)
+
+
+def partial_moments(x, partials: int, plan: LaunchPlan) -> None:
+    """(mean, m2, count) of every part of every statistic, at the address `partials`."""
+    arguments = _MOMENTS.pack(source.pointer(x), partials)
+    launch_cut("statistics.cu", "moments", plan, arguments)
+
+
+def moments(x, geometry: Geometry):
+    """Mean and centred sum of squares (m2) of every channel, in the accumulator type."""
+    plan = sweep(geometry, x.dtype, 1, alignment(source.pointer(x)), source.device())
+    xp = source.array_module()
+    number = geometry.statistics
+    partials = xp.empty((number, plan.parts, PARTIAL_MOMENTS), "float64")
+    partial_moments(x, source.pointer(partials), plan)
+    mean, m2 = xp.empty((2, number), statistics_dtype(x.dtype))
+    launch_channels(
+        "statistics.cu", "finish_moments", plan, plan.threads // 32, number,
+        _FINISH.pack(
+            source.pointer(partials), source.pointer(mean), source.pointer(m2), number, plan.parts
+        ),
+    )  # fmt: skip
+    return mean, m2
+
+
+def update_running(running_mean, running_var, mean, var, scale, factor):
+    """Take mean and var * scale into running statistics, in place.
+
+    The running statistics may have any strides, or be None and are left out then;
+    mean and var are contiguous, in an accumulator type.
+    """
+    dense_mean, dense_var = dense(running_mean), dense(running_var)
+    number = mean.shape[0]
+    # Any plan will do: the kernel is one thread a channel.
+    plan = sweep(Geometry(1, 1, number, 2), mean.dtype, 1, alignment(0), source.device())
+    arguments = _UPDATE.pack(
+        *parameter(dense_mean), *parameter(dense_var), *parameter(mean), *parameter(var),
+        scale, factor, number,
+    )  # fmt: skip
+    launch_channels("statistics.cu", "update_running", plan, plan.threads, number, arguments)
+    put_back(running_mean, dense_mean)
+    put_back(running_var, dense_var)

@@ -1,0 +1,76 @@
+// Statistics of every channel, and what is done with them channel by channel.
+#include "moments.cuh"
+
+struct MomentsArguments {
+    const Element* x;
+    double* partials;
+    Geometry geometry;
+    Cut cut;
+};
+
+// Moments of every part of every statistic.
+//
+// A group of threads takes one part of its statistics, reading x once; partials[statistic,
+// part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
+extern "C" __global__ void __launch_bounds__(THREADS) moments(const MomentsArguments a) {
+    SHARED_MEMORY(shared);
+    struct None {};
+    auto& header = *reinterpret_cast<Header<Moments, None>*>(shared);
+    const Work work(a.geometry, a.cut, false);
+    Cursor cursor(a.geometry, a.cut, work);
+    Moments values[STATISTICS] = {};
+    for (long long n = 0; n < a.cut.tiles; ++n) {
+        const Tile tile(cursor);
+        Vector x[TILE];
+        tile.load<false>(a.x, x);
+        add_tile(values, tile, x);
+    }
+    const Offset parts = static_cast<Offset>(a.cut.parts);
+    if (GROUP < THREADS) {
+        reduce_warp(values);
+        if (threadIdx.x % 32 == 0 && work.any)
+            values[0].write(a.partials, work.statistic * parts + work.part);
+        return;
+    }
+    reduce_block(values, header.partials, header.totals);
+    for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
+        if (work.channel + p < static_cast<Offset>(a.geometry.group))
+            header.totals[p].write(a.partials, (work.statistic + p) * parts + work.part);
+    }
+}
+
+struct FinishMomentsArguments {
+    const double* partials;
+    Accumulator* mean;
+    Accumulator* m2;
+    long long statistics, parts;
+};
+
+// Mean and m2 of every statistic from its parts: one warp for each.
+extern "C" __global__ void __launch_bounds__(THREADS) finish_moments(
+    const FinishMomentsArguments a
+) {
+    const Offset statistic = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (statistic >= static_cast<Offset>(a.statistics)) return;
+    const Moments total =
+        reduce_parts<Moments>(a.partials, statistic, static_cast<Offset>(a.parts));
+    if (threadIdx.x % 32 != 0) return;
+    write(a.mean + statistic, static_cast<Accumulator>(total.mean));
+    write(a.m2 + statistic, static_cast<Accumulator>(total.m2));
+}
+
+struct UpdateRunningArguments {
+    Parameter running_mean, running_var, mean, var;
+    double scale, factor;
+    long long statistics;
+};
+
+// running = running * (1 - factor) + batch * factor, one thread a channel.
+extern "C" __global__ void __launch_bounds__(THREADS) update_running(
+    const UpdateRunningArguments a
+) {
+    const Offset i = static_cast<Offset>(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= static_cast<Offset>(a.statistics)) return;
+    a.running_mean.blend(i, a.mean.get(i, 0.0), a.factor);
+    a.running_var.blend(i, a.var.get(i, 0.0) * a.scale, a.factor);
+}

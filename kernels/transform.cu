@@ -1,0 +1,206 @@
+// y = (x - mean) * inv_std * weight + bias.
+#include "moments.cuh"
+
+// Of one statistic.
+struct Coefficients {
+    Accumulator mean, scale, shift;
+
+    __device__ Coefficients from_lane_0() const {
+        return {__shfl_sync(ALL_LANES, mean, 0), __shfl_sync(ALL_LANES, scale, 0),
+                __shfl_sync(ALL_LANES, shift, 0)};
+    }
+};
+
+struct TransformArguments {
+    const Element* x;
+    Element* y;
+    // Where the statistics come from: given ones, or running statistics, or moments of
+    // `parts` parts in global memory. The last two are saved in `statistics`, whose rows
+    // are mean, inv_std and residual (what rounding took from the mean).
+    const Accumulator *mean, *residual, *inv_std;
+    const double* partials;
+    Accumulator* statistics;
+    Parameter weight, bias, running_mean, running_var;
+    double eps, scale, factor;  // scale: of the batch's biased variance when it is blended
+    Geometry geometry;
+    Cut cut;
+};
+
+// The shift makes up for the residual: what rounding took from the mean.
+__device__ inline Coefficients combine(
+    const TransformArguments& a, Offset channel, Accumulator mean, double residual, double inv_std
+) {
+    const double scale = inv_std * a.weight.get(channel, 1.0);
+    const double shift = a.bias.get(channel, 0.0) - residual * scale;
+    return {mean, static_cast<Accumulator>(scale), static_cast<Accumulator>(shift)};
+}
+
+// Coefficients from a mean and variance in float64, which are saved if `first`: if this is
+// the one group of threads that does so.
+__device__ inline Coefficients save(
+    const TransformArguments& a, Offset statistic, Offset channel, double mean, double var,
+    bool first
+) {
+    const Accumulator rounded = static_cast<Accumulator>(mean);
+    const Accumulator inv_std = static_cast<Accumulator>(1.0 / sqrt(var + a.eps));
+    const Accumulator residual =
+        is_finite(mean) ? static_cast<Accumulator>(mean - static_cast<double>(rounded)) : 0;
+    if (first) {
+        const Offset row = static_cast<Offset>(a.geometry.batch * a.geometry.group);
+        write(a.statistics + statistic, rounded);
+        write(a.statistics + row + statistic, inv_std);
+        write(a.statistics + 2 * row + statistic, residual);
+    }
+    return combine(a, channel, rounded, residual, inv_std);
+}
+
+// The same from the moments of a whole statistic, which go into the running statistics.
+__device__ inline Coefficients save_batch(
+    const TransformArguments& a, Offset statistic, Offset channel, const Moments& total, bool first
+) {
+    const double count = static_cast<double>(a.geometry.outer * a.geometry.inner);
+    const double var = total.m2 / count;
+    if (first) {
+        a.running_mean.blend(channel, total.mean, a.factor);
+        a.running_var.blend(channel, var * a.scale, a.factor);
+    }
+    return save(a, statistic, channel, total.mean, var, first);
+}
+
+// Coefficients of a statistic, asked for by all lanes of a warp: lane 0 holds the result.
+__device__ inline Coefficients find(
+    const TransformArguments& a, Offset statistic, Offset channel, bool first
+) {
+    const bool leads = threadIdx.x % 32 == 0;
+    if (a.partials != nullptr) {
+        const Moments total =
+            reduce_parts<Moments>(a.partials, statistic, static_cast<Offset>(a.cut.parts));
+        return leads ? save_batch(a, statistic, channel, total, first) : Coefficients{};
+    }
+    if (!leads) return {};
+    if (a.running_var.data != nullptr)
+        return save(a, statistic, channel, a.running_mean.get(channel, 0.0),
+                    a.running_var.get(channel, 0.0), first);
+    return combine(a, channel, a.mean == nullptr ? Accumulator(0) : read(a.mean + statistic),
+                   a.residual == nullptr ? 0.0 : read(a.residual + statistic),
+                   read(a.inv_std + statistic));
+}
+
+__device__ inline void transform_tile(
+    Element* y, const Tile& tile, const Vector (&x)[TILE],
+    const Coefficients (&coefficients)[STATISTICS]
+) {
+    #pragma unroll
+    for (int i = 0; i < TILE; ++i) {
+        Vector result;
+        #pragma unroll
+        for (int lane = 0; lane < WIDTH; ++lane) {
+            const Coefficients& c = coefficients[COLUMNS ? lane : 0];
+            result.lane[lane] = narrow((widen(x[i].lane[lane]) - c.mean) * c.scale + c.shift);
+        }
+        tile.access[i].store(y, result);
+    }
+}
+
+// Transform with statistics that are known, at least in parts.
+//
+// A group of threads takes one part of its statistics, as in `moments`, but in reverse
+// order of the groups: what the sweep for the statistics read last is nearest. The first
+// tile is under way while the statistics are put together. Shared memory: the coefficients
+// of every position.
+extern "C" __global__ void __launch_bounds__(THREADS) transform(const TransformArguments a) {
+    SHARED_MEMORY(shared);
+    auto* all = reinterpret_cast<Coefficients*>(shared);
+    const Work work(a.geometry, a.cut, true);
+    Cursor cursor(a.geometry, a.cut, work);
+    Tile tile(cursor);
+    Vector x[TILE];
+    tile.load<true>(a.x, x);
+
+    Coefficients coefficients[STATISTICS];
+    const bool first = work.part == 0;
+    if (GROUP < THREADS) {
+        coefficients[0] =
+            find(a, work.statistic, work.channel, first && work.any).from_lane_0();
+    } else {
+        for (int p = threadIdx.x / 32; p < POSITIONS; p += WARPS) {
+            if (work.channel + p >= static_cast<Offset>(a.geometry.group)) break;
+            const Coefficients found = find(a, work.statistic + p, work.channel + p, first);
+            if (threadIdx.x % 32 == 0) all[p] = found;
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s)
+            coefficients[s] = all[threadIdx.x % ACROSS * STATISTICS + s];
+    }
+    for (long long n = 1; n < a.cut.tiles; ++n) {
+        transform_tile(a.y, tile, x, coefficients);
+        tile = Tile(cursor);
+        tile.load<true>(a.x, x);
+    }
+    transform_tile(a.y, tile, x, coefficients);
+}
+
+// Statistics and transform in one sweep over x.
+//
+// A group of threads, or the blocks of a cluster, hold a whole statistic: the last tile of
+// every thread in its registers, those before in shared memory. Every block of a cluster
+// folds the totals of all, in the order of their ranks, so all have the same bits.
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(THREADS) normalize(const TransformArguments a) {
+    SHARED_MEMORY(shared);
+    auto& header = *reinterpret_cast<Header<Moments, Coefficients>*>(shared);
+    static_assert(GROUP < THREADS || sizeof(header) <= HEADER, "room for the header");
+    Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
+    const Work work(a.geometry, a.cut, false);
+    const int last = static_cast<int>(a.cut.tiles) - 1;
+
+    Cursor cursor(a.geometry, a.cut, work);
+    Moments values[STATISTICS] = {};
+    Vector x[TILE];
+    for (int n = 0; n < last; ++n) {
+        const Tile tile(cursor);
+        tile.load<true>(a.x, x);
+        add_tile(values, tile, x);
+        shelf.put(n, 0, x, 1);
+    }
+    const Tile tile(cursor);
+    tile.load<true>(a.x, x);
+    add_tile(values, tile, x);
+
+    Coefficients coefficients[STATISTICS];
+    if (GROUP < THREADS) {
+        reduce_warp(values);
+        Coefficients found = {};
+        if (threadIdx.x % 32 == 0 && work.any)
+            found = save_batch(a, work.statistic, work.channel, values[0], true);
+        coefficients[0] = found.from_lane_0();
+    } else {
+        reduce_block(values, header.partials, header.totals);
+        cluster_arrive();
+        cluster_wait();
+        for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
+            const Moments total = cluster_total(header.totals, p);
+            if (work.channel + p < static_cast<Offset>(a.geometry.group))
+                header.coefficients[p] =
+                    save_batch(a, work.statistic + p, work.channel + p, total, work.part == 0);
+        }
+        cluster_arrive();  // the totals are read; a block may leave when all are here
+        __syncthreads();
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s)
+            coefficients[s] = header.coefficients[threadIdx.x % ACROSS * STATISTICS + s];
+    }
+
+    transform_tile(a.y, tile, x, coefficients);
+    Cursor again(a.geometry, a.cut, work);
+    for (int n = 0; n < last; ++n) {
+        const Tile kept(again);
+        shelf.get(n, 0, x, 1);
+        transform_tile(a.y, kept, x, coefficients);
+    }
+    if (GROUP == THREADS) cluster_wait();
+}

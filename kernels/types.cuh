@@ -1,0 +1,90 @@
+// What a kernel is specialized for, and the types that follow from it.
+//
+// The host defines (see cunorm/cuda/launch.py):
+//   ELEMENT_FLOAT16, ELEMENT_BFLOAT16, ELEMENT_FLOAT32 or ELEMENT_FLOAT64
+//   WIDE         1: offsets need 64 bits
+//   COLUMNS      0: a statistic's elements are runs along memory (`inner` > 1)
+//                1: statistics lie side by side along memory (`inner` == 1)
+//   WIDTH        elements of one memory access
+//   ALIGNED      1: every run begins and ends with a whole access
+//   TILE         accesses that a thread has in flight for each input
+//   THREADS      threads of a block
+//   GROUP        threads that share a statistic: 32, or all of the block
+//   ACROSS       threads side by side along a row of columns; 1 for runs
+//   CLUSTER      blocks of a cluster, which share statistics; 1: no cluster
+//   HEADER       bytes of shared memory before the elements that are kept there
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#if defined(ELEMENT_FLOAT16)
+using Element = __half;
+using Accumulator = float;
+#elif defined(ELEMENT_BFLOAT16)
+using Element = __nv_bfloat16;
+using Accumulator = float;
+#elif defined(ELEMENT_FLOAT32)
+using Element = float;
+using Accumulator = float;
+#elif defined(ELEMENT_FLOAT64)
+using Element = double;
+using Accumulator = double;
+#endif
+
+#if WIDE
+using Offset = unsigned long long;
+using Signed = long long;
+#else
+using Offset = unsigned;
+using Signed = int;
+#endif
+
+constexpr int STATISTICS = COLUMNS ? WIDTH : 1;   // of a thread
+constexpr int POSITIONS = ACROSS * STATISTICS;    // statistics of a group of threads
+constexpr int DEEP = GROUP / ACROSS;              // threads that share each of them
+constexpr int WARPS = THREADS / 32;
+
+static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0 && WARPS <= 32, "whole warps");
+static_assert(GROUP == THREADS || GROUP == 32, "a group is a block or a warp");
+static_assert(ACROSS <= 32 && (ACROSS & (ACROSS - 1)) == 0, "a warp holds whole rows");
+static_assert(COLUMNS || ACROSS == 1, "runs lie along memory");
+static_assert(!COLUMNS || (ALIGNED && GROUP == THREADS), "columns are taken by blocks, aligned");
+
+__device__ inline Accumulator widen(Element value) {
+#if defined(ELEMENT_FLOAT16)
+    return __half2float(value);
+#elif defined(ELEMENT_BFLOAT16)
+    return __bfloat162float(value);
+#else
+    return value;
+#endif
+}
+
+__device__ inline Element narrow(Accumulator value) {
+#if defined(ELEMENT_FLOAT16)
+    return __float2half_rn(value);
+#elif defined(ELEMENT_BFLOAT16)
+    return __float2bfloat16_rn(value);
+#else
+    return value;
+#endif
+}
+
+__device__ inline bool is_finite(double value) {
+    return value - value == 0.0;
+}
+
+// The two numbers below stand on the host side in the same order.
+struct Geometry {
+    long long batch, outer, group, inner;
+};
+
+// How a geometry is cut into the work of blocks.
+struct Cut {
+    long long windows;  // accesses that cover a run; 0 for columns
+    long long share;    // accesses (columns: rows) of a part
+    long long parts;    // parts of a statistic: blocks that work on it
+    long long tiles;    // tiles of a part
+    long long shift;    // elements from the 16-byte boundary before the arrays to their start
+};

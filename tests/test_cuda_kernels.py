@@ -1,0 +1,276 @@
+"""Every way that the CUDA kernels have of sharing an array out, forced on small arrays."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+import tolerances
+from test_batch_norm import check_backward, check_forward
+from tolerances import assert_within
+
+import cunorm
+from cunorm.cuda import launch, source
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+#: (shape, channel axis) by candidate: whole and odd lengths, one tile and several.
+RUNS = [
+    ((3, 7, 5, 5), 1),
+    ((11, 5, 12, 12), 1),
+    ((20, 6, 12, 13), 1),
+    ((5, 3, 401), 1),  # longer than 512 bytes and odd: unaligned accesses
+    ((2, 3, 1030), 1),
+    ((2, 3, 36, 72), 1),
+    ((1, 1, 3001), 1),
+]
+COLUMNS = [
+    ((257, 3), 1),
+    ((37, 10), -1),
+    ((300, 40), -1),
+    ((14, 5, 5, 72), -1),
+    ((400, 9), -1),
+    ((3, 130), -1),
+]
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Have a candidate chosen, with small blocks, so that little data makes many tiles."""
+
+    def force(name, wide=False):
+        candidate = (getattr(launch, f"_{name}"),)
+        monkeypatch.setattr(launch, "CANDIDATES", candidate)
+        if name == "stream":
+            monkeypatch.setattr(launch, "SWEEPS", candidate)
+        monkeypatch.setattr(launch, "_MOST_THREADS", 64)
+        monkeypatch.setattr(launch, "_STREAM_THREADS", 64)
+        monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)  # however few the blocks
+        if wide:
+            monkeypatch.setattr(launch, "_WIDE_FROM", 0)
+        launch.plan.cache_clear()
+        launch.sweep.cache_clear()
+
+    yield force
+    monkeypatch.undo()
+    launch.plan.cache_clear()
+    launch.sweep.cache_clear()
+
+
+def plans(monkeypatch):
+    """The names of the plans that are made from here on."""
+    made = []
+    built = launch._built
+
+    def note(*arguments, **options):
+        plan = built(*arguments, **options)
+        made.append(plan)
+        return plan
+
+    monkeypatch.setattr(launch, "_built", note)
+    return made
+
+
+CASES = [
+    ("warp", [RUNS[0], ((4, 6, 9, 3), 1), ((2, 9, 33), 1), ((1, 5, 8), 1)]),
+    ("block", RUNS + COLUMNS),
+    ("cluster", RUNS + COLUMNS),
+    ("whole_block", [RUNS[5], COLUMNS[3]]),
+    ("whole_cluster", [RUNS[5], COLUMNS[2]]),
+    ("stream", RUNS + COLUMNS),
+]
+
+
+def check_everything(rng, shape, axis, dtype):
+    x = (rng.standard_normal(shape) * 1.5 + 0.7).astype(dtype)
+    dy = rng.standard_normal(shape).astype(dtype)
+    accumulator = np.float64 if dtype == np.float64 else np.float32
+    weight, bias = rng.standard_normal((2, shape[axis])).astype(accumulator)
+    before = x.copy(), dy.copy()
+    y, saved = check_forward(x, weight, bias, axis)
+    dx = check_backward(dy, x, saved, weight, axis)
+    np.testing.assert_array_equal(x, before[0])
+    np.testing.assert_array_equal(dy, before[1])
+    # The same bits again, whatever the order in which threads run, and in place.
+    again, _ = cunorm.batch_norm_forward(x, weight, bias, channel_axis=axis, out=x.copy())
+    np.testing.assert_array_equal(again, y)
+    in_place = dy.copy()
+    cunorm.batch_norm_backward(in_place, x, saved, weight, out=in_place)
+    np.testing.assert_array_equal(in_place, dx)
+    in_place = x.copy()
+    cunorm.batch_norm_backward(dy, in_place, saved, weight, out=in_place)
+    np.testing.assert_array_equal(in_place, dx)
+    in_place = x.copy()
+    cunorm.batch_norm_forward(in_place, weight, bias, channel_axis=axis, out=in_place)
+    np.testing.assert_array_equal(in_place, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    ("name", "shape", "axis"),
+    [(name, *case) for name, cases in CASES for case in cases],
+    ids=str,
+)
+def test_candidate(rng, force, monkeypatch, name, shape, axis, dtype):
+    force(name)
+    made = plans(monkeypatch)
+    check_everything(rng, shape, axis, dtype)
+    assert {plan.name.replace(" ", "_") for plan in made if plan.name != "warp"} <= {name, "stream"}
+    assert any(plan.name.replace(" ", "_") == name for plan in made)
+
+
+@pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
+@pytest.mark.parametrize(("shape", "axis"), [((7, 6, 9, 3), 1), ((60, 40), -1)], ids=str)
+def test_wide_offsets(rng, force, monkeypatch, name, shape, axis):
+    """Kernels with 64-bit offsets, which arrays of 2^31 elements need."""
+    if name == "warp" and axis == -1:
+        pytest.skip("columns are never taken by warps")
+    force(name, wide=True)
+    made = plans(monkeypatch)
+    check_everything(rng, shape, axis, np.float32)
+    assert all("-DWIDE=1" in plan.options for plan in made)
+
+
+@pytest.mark.parametrize("name", ["block", "cluster", "stream"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("inner", [600, 601, 607])
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_unaligned_arrays(rng, force, monkeypatch, name, dtype, inner, shift):
+    """Arrays that begin anywhere: nothing before or after them is read or written."""
+    force(name)
+    made = plans(monkeypatch)
+    shape = (3, 2, inner)
+    size = 3 * 2 * inner
+
+    def placed(values):
+        memory = np.full(size + 16, 99, dtype)
+        memory[shift : shift + size] = values.reshape(-1)
+        return memory, memory[shift : shift + size].reshape(shape)
+
+    values = rng.standard_normal((2, *shape)).astype(dtype)
+    (_, x), (_, dy) = placed(values[0]), placed(values[1])
+    memory, out = placed(np.zeros(shape))
+    result = reference.forward(x)
+    y, saved = cunorm.batch_norm_forward(x, out=out)
+    assert y is out
+    assert_within(y, result.y, tolerances.y_bound(result, None, None, 3 * inner, dtype), "y")
+    expected = reference.backward(dy, x)
+    bounds = tolerances.backward_bounds(expected, result, dy, None, 3 * inner, dtype)
+    dx, _, _ = cunorm.batch_norm_backward(dy, x, saved, out=out)
+    assert_within(dx, expected.dx, bounds.dx, "dx")
+    assert (memory[:shift] == 99).all()
+    assert (memory[shift + size :] == 99).all()
+    if (shift % 2 == 1 or inner % 2 == 1) and np.dtype(dtype).itemsize < 8:
+        assert any("-DALIGNED=0" in plan.options for plan in made)
+
+
+@pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
+@pytest.mark.parametrize("shape", [(6, 9, 5), (70, 33, 1)], ids=str)
+def test_running_statistics_of_every_type(rng, force, name, shape):
+    if name == "warp" and shape[-1] == 1:
+        pytest.skip("columns are never taken by warps")
+    force(name)
+    number = shape[1]
+    for dtype, running_dtype in [
+        (np.float16, np.float16),
+        (np.float16, np.float64),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+        (np.float32, np.float32),
+        (np.float32, np.float64),
+        (np.float64, np.float32),
+    ]:
+        x = rng.standard_normal(shape).astype(dtype)
+        wide = np.zeros(2 * number, running_dtype)
+        mean, var = wide[::2], np.ones(number, running_dtype)
+        result = reference.forward(x)
+        n = x.size // number
+        cunorm.batch_norm_forward(x, None, None, mean, var, exponential_average_factor=0.25)
+        u = tolerances.roundoff(running_dtype)
+        bound = tolerances.mean_bound(result, n, dtype) + 2 * u * np.abs(result.mean)
+        assert_within(mean, 0.25 * result.mean, bound, "running mean")
+        expected = 0.75 + 0.25 * result.var * n / (n - 1)
+        bound = tolerances.var_bound(result, n, dtype) + 2 * u * expected
+        assert_within(var, expected, bound, "running var")
+        assert not wide[1::2].any()
+        y, saved = cunorm.batch_norm_forward(x, None, None, mean, var, training=False)
+        given = reference.forward(x, mean=mean.astype(float), var=var.astype(float))
+        assert_within(y, given.y, tolerances.y_bound(given, None, None, 1, dtype), "y")
+        np.testing.assert_array_equal(
+            saved.mean, mean.astype(np.float64 if dtype == np.float64 else np.float32)
+        )
+
+
+def test_parameters_of_every_type(rng):
+    """Half, single and double ones, also mixed, for data of every type."""
+    for dtype, weight_dtype, bias_dtype in [
+        (np.float16, np.float16, np.float32),
+        (np.float16, np.float64, np.float16),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16, np.float64),
+        (np.float32, np.float32, np.float64),
+        (np.float64, np.float32, np.float64),
+    ]:
+        x, dy = rng.standard_normal((2, 6, 9, 20)).astype(dtype)
+        weight = rng.standard_normal(18).astype(weight_dtype)[::2]
+        bias = rng.standard_normal(9).astype(bias_dtype)
+        y, saved = cunorm.batch_norm_forward(x, weight, bias)
+        result = reference.forward(x, weight.astype(float), bias.astype(float))
+        w, b = weight.astype(float), bias.astype(float)
+        assert_within(y, result.y, tolerances.y_bound(result, w, b, 120, dtype), "y")
+        _, dweight, dbias = cunorm.batch_norm_backward(dy, x, saved, weight)
+        assert dweight.dtype == weight_dtype
+        assert dbias.dtype == bias_dtype
+        expected = reference.backward(dy, x, w)
+        bounds = tolerances.backward_bounds(expected, result, dy, w, 120, dtype)
+        for got, want, bound in [
+            (dweight, expected.dweight, bounds.dweight),
+            (dbias, expected.dbias, bounds.dbias),
+        ]:
+            rounding = tolerances.roundoff(got.dtype) * np.abs(want)
+            assert_within(got, want, bound + rounding, "gradient")
+
+
+def test_steps_on_every_candidate_are_the_whole(rng, force):
+    """Statistics, merge, transform; reduce, gradient: as in a synchronized batch norm."""
+    force("stream")
+    x = (rng.standard_normal((9, 5, 31)) + 100).astype(np.float32)
+    dy = rng.standard_normal(x.shape).astype(np.float32)
+    parts = [cunorm.batch_norm_statistics(part) for part in (x[:4], x[4:4], x[4:])]
+    moments = cunorm.merge_moments(parts)
+    result = reference.forward(x)
+    n = x.size // 5
+    bound = tolerances.mean_bound(result, n, x.dtype) + 2 * 2.0**-24 * 100
+    assert_within(moments.mean, result.mean, bound, "mean")
+    y = cunorm.batch_norm_transform(x, result.mean, result.inv_std)
+    assert_within(y, result.y, tolerances.y_bound(result, None, None, n, x.dtype), "y")
+    sums = cunorm.batch_norm_backward_reduce(dy, x, result.mean)
+    dx = cunorm.batch_norm_backward_transform(dy, x, result.mean, result.inv_std, None, *sums, n)
+    expected = reference.backward(dy, x)
+    bounds = tolerances.backward_bounds(expected, result, dy, None, n, x.dtype)
+    assert_within(dx, expected.dx, bounds.dx, "dx")
+
+
+def test_update_of_running_statistics(rng):
+    mean, var = rng.standard_normal((2, 300))
+    running_mean, running_var = np.zeros(600, np.float32)[::2], np.ones(300, np.float16)
+    cunorm.update_running_statistics(
+        running_mean, running_var, mean, var, 5, exponential_average_factor=0.25
+    )
+    np.testing.assert_allclose(running_mean, 0.25 * mean, rtol=2e-7)
+    np.testing.assert_allclose(running_var, 0.75 + 0.25 * var * 5 / 4, rtol=1e-3)
+    before = running_var.copy()
+    cunorm.update_running_statistics(None, running_var, mean, var, 5, momentum=1.0)
+    np.testing.assert_array_equal(running_var, before)
+
+
+def test_every_kernel_has_been_executed(request, on_backend):
+    """What no test executes does not exist. (After all others of this file.)"""
+    if on_backend is None:
+        pytest.skip("kernels are counted where they are executed on the CPU")
+    if len(request.session.items) < 100:
+        pytest.skip("only with all tests")
+    names = set()
+    for path in source.folder().glob("*.cu"):
+        names |= set(re.findall(r"\b(\w+)\(\s*const \w+ a\s*\) \{", path.read_text()))
+    assert names == set(on_backend.launched)
+    assert len(names) == 9

@@ -1,0 +1,190 @@
+"""Launch plans of the CUDA kernels: pure functions, so they are tested without a GPU."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cunorm.cuda import launch
+from cunorm.cuda.launch import Alignment, Device, LaunchPlan
+from cunorm.geometry import Geometry, batch_norm_geometry
+
+H200 = Device(90, 132, 227 << 10, 228 << 10)
+A100 = Device(80, 108, 163 << 10, 164 << 10)
+T4 = Device(75, 40, 64 << 10, 64 << 10)
+RTX4090 = Device(89, 128, 99 << 10, 100 << 10)
+DEVICES = [H200, A100, T4, RTX4090]
+WHOLE = Alignment(16, 0)
+DTYPES = [np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
+
+
+def options(plan):
+    return {k: int(v) for k, v in (o[2:].split("=") for o in plan.options)}
+
+
+def packed(plan):
+    """Geometry and Cut, as the kernels see them."""
+    names = ("batch", "outer", "group", "inner", "windows", "share", "parts", "tiles", "shift")
+    return dict(zip(names, np.frombuffer(plan.packed, np.int64).tolist(), strict=True))
+
+
+def check(plan, geometry, dtype, operands, device):
+    """Every element has exactly one thread, and the block fits the device."""
+    o, cut = options(plan), packed(plan)
+    assert o["THREADS"] == plan.threads <= 512
+    assert plan.shared <= device.shared_per_block
+    assert 0 < plan.blocks < 2**31
+    assert o["CLUSTER"] == 1 or device.compute_capability >= 90
+    assert plan.blocks % o["CLUSTER"] == 0
+    columns = cut["inner"] == 1
+    accesses = cut["outer"] * (1 if columns else cut["windows"])
+    assert accesses <= cut["parts"] * cut["share"]
+    if o["CLUSTER"] == 1:  # a cluster may be too large for little data
+        assert (cut["parts"] - 1) * cut["share"] < accesses
+    deep = o["GROUP"] // o["ACROSS"]
+    assert (cut["tiles"] - 1) * deep * o["TILE"] < cut["share"] <= cut["tiles"] * deep * o["TILE"]
+    assert o["WIDTH"] * dtype.itemsize <= 16
+    positions = o["ACROSS"] * o["WIDTH"] if columns else 1
+    groups = -(-cut["group"] // positions) if columns else cut["group"]
+    assert plan.blocks * (o["THREADS"] // o["GROUP"]) >= cut["batch"] * groups * cut["parts"]
+    if not columns:
+        slack = 0 if o["ALIGNED"] else o["WIDTH"] - 1
+        assert cut["windows"] * o["WIDTH"] >= cut["inner"] + slack
+    assert cut["batch"] * cut["group"] == geometry.statistics
+    assert cut["outer"] * cut["inner"] == geometry.count
+    if plan.resident:
+        assert cut["parts"] == o["CLUSTER"]
+        on_chip = plan.threads * o["TILE"] * o["WIDTH"] * dtype.itemsize * operands + plan.shared
+        held = cut["share"] * (o["ACROSS"] if columns else 1) * o["WIDTH"] * dtype.itemsize
+        assert on_chip >= held * operands
+
+
+geometries = st.builds(
+    Geometry,
+    batch=st.just(1),
+    outer=st.integers(1, 5000),
+    group=st.integers(1, 3000),
+    inner=st.one_of(st.just(1), st.integers(1, 70_000)),
+)
+
+
+@given(
+    geometries,
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 2]),
+    st.sampled_from([(16, 0), (8, 8), (4, 4), (4, 12), (2, 6), (2, -1), (8, -1)]),
+    st.sampled_from(DEVICES),
+)
+def test_every_plan_covers_its_geometry(geometry, dtype, operands, lie, device):
+    lie = Alignment(max(lie[0], dtype.itemsize), lie[1] if lie[0] >= dtype.itemsize else -1)
+    for made in launch.candidates(geometry, dtype, operands, lie, device).values():
+        if isinstance(made, LaunchPlan):
+            check(made, geometry, dtype, operands, device)
+        else:
+            assert re.search(r"\w", made)
+    check(launch.sweep(geometry, dtype, operands, lie, device), geometry, dtype, operands, device)
+
+
+def names(shape, dtype, device, axis=1, operands=1):
+    geometry = batch_norm_geometry(shape, axis % len(shape))
+    return launch.plan(geometry, np.dtype(dtype), operands, WHOLE, device).name
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype", "forward", "backward"),
+    [
+        ((8, 16, 4, 4), 1, np.float32, "warp", "warp"),
+        ((32, 1024, 7, 7), 1, np.float32, "block", "block"),
+        ((64, 512, 28, 28), 1, np.float32, "cluster", "cluster"),
+        ((64, 256, 56, 56), 1, np.float16, "cluster", "cluster"),
+        ((64, 256, 56, 56), 1, np.float32, "cluster", "whole cluster"),
+        ((16, 64, 112, 112), 1, np.float32, "cluster", "whole cluster"),
+        ((8, 2, 1024, 1024), 1, np.float32, "stream", "stream"),
+        ((64, 14, 14, 1024), -1, np.float32, "cluster", "whole cluster"),
+        ((64, 56, 56, 256), -1, np.float16, "stream", "stream"),
+        ((128, 1024), -1, np.float32, "block", "block"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
+    """A change of these is a decision: most real shapes are read once."""
+    assert names(shape, dtype, H200, axis) == forward
+    assert names(shape, dtype, H200, axis, operands=2) == backward
+
+
+def test_without_clusters():
+    for device in (A100, T4, RTX4090):
+        made = launch.candidates(Geometry(1, 64, 256, 784), DTYPES[2], 1, WHOLE, device)
+        assert made["cluster"] == "clusters need compute capability 9.0"
+        assert isinstance(made["stream"], LaunchPlan)
+    assert names((64, 256, 14, 14), np.float32, A100) == "block"
+
+
+def test_each_refusal_says_why():
+    made = launch.candidates(Geometry(1, 8, 2, 1 << 20), DTYPES[2], 1, WHOLE, H200)
+    assert made["warp"] == "2097152 accesses a statistic; the registers of a warp hold 128"
+    assert re.fullmatch(r"needs \d+ bytes of shared memory a block; \d+ are to be had",
+                        made["block"])  # fmt: skip
+    assert made["cluster"].startswith("clusters of 8: needs")
+    few = launch.candidates(Geometry(1, 32, 4, 784), DTYPES[2], 1, WHOLE, A100)
+    assert few["whole_block"] == "4 blocks would leave most of the 108 multiprocessors idle"
+    side = launch.candidates(Geometry(1, 64, 4, 1), DTYPES[2], 1, WHOLE, A100)
+    assert side["warp"] == "statistics lie side by side: blocks take several at once"
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: str(d.compute_capability))
+@pytest.mark.parametrize(
+    "geometry",
+    [Geometry(1, 1, 2, 1 << 20), Geometry(1, 100_000, 3, 300), Geometry(1, 1 << 20, 2, 1),
+     Geometry(1, 1 << 24, 1, 1)],
+    ids=str,
+)  # fmt: skip
+def test_few_large_channels_fill_the_device(geometry, device):
+    plan = launch.plan(geometry, DTYPES[2], 1, WHOLE, device)
+    assert plan.blocks * plan.threads >= 512 * device.multiprocessors
+
+
+def test_more_elements_than_32_bits_count():
+    assert options(launch.plan(Geometry(1, 1, 2, 1 << 30), DTYPES[0], 1, WHOLE, H200))["WIDE"] == 1
+    assert options(launch.plan(Geometry(1, 1, 2, 1 << 29), DTYPES[0], 1, WHOLE, H200))["WIDE"] == 0
+    plan = launch.plan(Geometry(1, 5, 3, 1 << 30), DTYPES[2], 2, WHOLE, H200)
+    check(plan, Geometry(1, 5, 3, 1 << 30), DTYPES[2], 2, H200)
+
+
+def test_too_many_blocks_are_refused():
+    geometry = Geometry(1, 1, 1 << 36, 2)
+    with pytest.raises(ValueError, match="x: expected at most 2147483647 blocks of channels"):
+        launch.plan(geometry, DTYPES[2], 1, WHOLE, H200)
+
+
+def test_width_of_accesses():
+    """As wide as runs and addresses allow; runs that are long and odd are taken unaligned."""
+
+    def width(inner, dtype, lie=WHOLE):
+        o = options(launch.plan(Geometry(1, 4, 3, inner), np.dtype(dtype), 1, lie, H200))
+        return o["WIDTH"], o["ALIGNED"]
+
+    assert width(784, np.float32) == (4, 1)
+    assert width(784, np.float16) == (8, 1)
+    assert width(196, np.float16) == (4, 1)  # 8 bytes
+    assert width(49, np.float32) == (1, 1)
+    assert width(12321, np.float32) == (4, 0)
+    assert width(784, np.float32, Alignment(4, 4)) == (4, 0)
+    assert width(784, np.float32, Alignment(4, -1)) == (1, 1)  # each array in its own way
+    assert width(784, np.float64, Alignment(8, 8)) == (1, 1)
+
+
+def test_alignment():
+    assert launch.alignment(0, 32, 48) == (16, 0)
+    assert launch.alignment(4, 20) == (4, 4)
+    assert launch.alignment(8, 16) == (8, -1)
+    assert launch.alignment(6) == (2, 6)
+
+
+def test_same_plan_object_for_the_same_question():
+    arguments = (Geometry(1, 4, 3, 784), DTYPES[2], 1, WHOLE, H200)
+    assert launch.plan(*arguments) is launch.plan(*arguments)
+    assert hash(launch.plan(*arguments)) == hash(launch.plan(*arguments))
