@@ -159,7 +159,7 @@ __device__ inline void read_means(
 // A group of threads takes one part of its statistics, reading dy and x once;
 // partials[statistic, part] = (sum_dy, sum_dy_xmu). Shared memory: one partial result of
 // each warp and position.
-extern "C" __global__ void __launch_bounds__(THREADS) reduce(const BackwardArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) reduce(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     struct None {};
     auto& header = *reinterpret_cast<Header<Sums, None>*>(shared);
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const BackwardArgum
 
 // The sums of every statistic, and the parameters' gradients, from the parts: one warp for
 // each statistic.
-extern "C" __global__ void __launch_bounds__(THREADS) finish_sums(const BackwardArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_sums(const BackwardArguments a) {
     const Offset statistic = blockIdx.x * WARPS + threadIdx.x / 32;
     if (statistic >= static_cast<Offset>(a.geometry.batch * a.geometry.group)) return;
     const Sums total =
@@ -218,7 +218,7 @@ __device__ inline Coefficients find(
 // A group of threads takes one part of its statistics, as in `reduce`, but in reverse
 // order of the groups: what that sweep read last is nearest. The first tile is under way
 // while the sums are put together. Shared memory: the coefficients of every position.
-extern "C" __global__ void __launch_bounds__(THREADS) input_gradient(const BackwardArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     auto* all = reinterpret_cast<Coefficients*>(shared);
     const Work work(a.geometry, a.cut, true);
@@ -262,7 +262,7 @@ extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(THREADS) backward(const BackwardArguments a) {
+__launch_bounds__(THREADS, 512 / THREADS) backward(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     auto& header = *reinterpret_cast<Header<Sums, Coefficients>*>(shared);
     static_assert(GROUP < THREADS || sizeof(header) <= HEADER, "room for the header");

@@ -12,7 +12,7 @@ struct MomentsArguments {
 //
 // A group of threads takes one part of its statistics, reading x once; partials[statistic,
 // part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
-extern "C" __global__ void __launch_bounds__(THREADS) moments(const MomentsArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
     struct None {};
     auto& header = *reinterpret_cast<Header<Moments, None>*>(shared);
@@ -47,7 +47,7 @@ struct FinishMomentsArguments {
 };
 
 // Mean and m2 of every statistic from its parts: one warp for each.
-extern "C" __global__ void __launch_bounds__(THREADS) finish_moments(
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_moments(
     const FinishMomentsArguments a
 ) {
     const Offset statistic = blockIdx.x * WARPS + threadIdx.x / 32;
@@ -66,7 +66,7 @@ struct UpdateRunningArguments {
 };
 
 // running = running * (1 - factor) + batch * factor, one thread a channel.
-extern "C" __global__ void __launch_bounds__(THREADS) update_running(
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) update_running(
     const UpdateRunningArguments a
 ) {
     const Offset i = static_cast<Offset>(blockIdx.x) * THREADS + threadIdx.x;

@@ -108,7 +108,7 @@ __device__ inline void transform_tile(
 // order of the groups: what the sweep for the statistics read last is nearest. The first
 // tile is under way while the statistics are put together. Shared memory: the coefficients
 // of every position.
-extern "C" __global__ void __launch_bounds__(THREADS) transform(const TransformArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) transform(const TransformArguments a) {
     SHARED_MEMORY(shared);
     auto* all = reinterpret_cast<Coefficients*>(shared);
     const Work work(a.geometry, a.cut, true);
@@ -150,7 +150,7 @@ extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(THREADS) normalize(const TransformArguments a) {
+__launch_bounds__(THREADS, 512 / THREADS) normalize(const TransformArguments a) {
     SHARED_MEMORY(shared);
     auto& header = *reinterpret_cast<Header<Moments, Coefficients>*>(shared);
     static_assert(GROUP < THREADS || sizeof(header) <= HEADER, "room for the header");

@@ -46,6 +46,7 @@ constexpr int DEEP = GROUP / ACROSS;              // threads that share each of 
 constexpr int WARPS = THREADS / 32;
 
 static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0 && WARPS <= 32, "whole warps");
+static_assert(THREADS <= 512, "a multiprocessor holds 512 threads of 128 registers");
 static_assert(GROUP == THREADS || GROUP == 32, "a group is a block or a warp");
 static_assert(ACROSS <= 32 && (ACROSS & (ACROSS - 1)) == 0, "a warp holds whole rows");
 static_assert(COLUMNS || ACROSS == 1, "runs lie along memory");

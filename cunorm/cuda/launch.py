@@ -30,9 +30,12 @@ __all__ = ["Alignment", "Device", "LaunchPlan", "alignment", "candidates", "plan
 _WIDE_TILE = 4
 _NARROW_TILE = 8
 
-# Whole warps of a block; 512 threads of at most 128 registers.
+# Whole warps of a block. Kernels take up to 128 registers a thread, so a multiprocessor
+# (65536 registers) holds 512 threads of any: in two blocks, or in one that has all of its
+# shared memory.
 _LEAST_THREADS = 64
-_MOST_THREADS = 512
+_MOST_THREADS = 256
+_MOST_THREADS_ALONE = 512
 
 # Columns: a row of a block is 128 bytes, a line of the second-level cache; two rows of
 # 64 bytes where that keeps more multiprocessors busy.
@@ -165,7 +168,12 @@ def _canonical(geometry: Geometry) -> Geometry:
 
 
 def _tile(p: _Problem) -> int:
-    return _WIDE_TILE if p.access.width * p.itemsize >= 8 else _NARROW_TILE
+    if p.access.width * p.itemsize < 8:
+        return _NARROW_TILE
+    # More of 8 elements would take more than 128 registers, for two inputs or where each
+    # of the elements has statistics of its own.
+    many = p.access.width == 8 and (p.operands == 2 or p.geometry.inner == 1)
+    return _WIDE_TILE // 2 if many else _WIDE_TILE
 
 
 def _built(
@@ -239,19 +247,27 @@ def _across(p: _Problem, row_bytes: int) -> int:
     return min(32, _power_of_two(min(wanted, needed)))
 
 
-def _resident(p: _Problem, name: str, cluster: int, row_bytes: int, limit: int) -> LaunchPlan | str:
-    """Blocks, or clusters of them, that hold whole statistics in `limit` bytes each."""
+def _resident(
+    p: _Problem, name: str, cluster: int, row_bytes: int, alone: bool
+) -> LaunchPlan | str:
+    """Blocks, or clusters of them, that hold whole statistics.
+
+    They are `alone` on a multiprocessor, or two share it.
+    """
+    limit = p.device.shared_per_block
+    if not alone:  # of two blocks one can load while the other stores
+        limit = min(limit, p.device.shared_per_multiprocessor // 2 - _RESERVED_SHARED)
+    most = _MOST_THREADS_ALONE if alone else _MOST_THREADS
     across = _across(p, row_bytes)
     share = _ceil_div(_accesses(p), cluster)
     threads = _power_of_two(_ceil_div(share * across, _tile(p)))
-    threads = max(_LEAST_THREADS, across, min(_MOST_THREADS, threads))
+    threads = max(_LEAST_THREADS, min(most, threads))
     built = _built(
         p, name, resident=True, threads=threads, group=threads, across=across,
         share=share, parts=cluster, cluster=cluster,
     )  # fmt: skip
     if built.shared > limit:
         return f"needs {built.shared} bytes of shared memory a block; {limit} are to be had"
-    # Of blocks that share a multiprocessor one can load while another stores.
     bytes_each = share * across * p.access.width * p.itemsize * p.operands
     if bytes_each > _SMALL_BYTES and 2 * built.blocks < p.device.multiprocessors:
         return (
@@ -261,45 +277,37 @@ def _resident(p: _Problem, name: str, cluster: int, row_bytes: int, limit: int) 
     return built
 
 
-def _half(device: Device) -> int:
-    """Shared memory of a block of which a multiprocessor holds two."""
-    half = device.shared_per_multiprocessor // 2 - _RESERVED_SHARED
-    return min(half, device.shared_per_block)
-
-
 def _block(p: _Problem) -> LaunchPlan | str:
     """A block holds its statistics, and two blocks fit a multiprocessor."""
-    return _resident(p, "block", 1, _ROW_BYTES, _half(p.device))
+    return _resident(p, "block", 1, _ROW_BYTES, alone=False)
 
 
 def _whole_block(p: _Problem) -> LaunchPlan | str:
     """A block holds its statistics with all shared memory of a multiprocessor."""
-    return _resident(p, "whole block", 1, _LEAST_ROW_BYTES, p.device.shared_per_block)
+    return _resident(p, "whole_block", 1, _LEAST_ROW_BYTES, alone=True)
 
 
-def _of_clusters(p: _Problem, name: str, limit: int) -> LaunchPlan | str:
+def _of_clusters(p: _Problem, name: str, alone: bool) -> LaunchPlan | str:
     if p.device.compute_capability < 90:
         return "clusters need compute capability 9.0"
     refusal = ""
     for row_bytes in (_ROW_BYTES, _LEAST_ROW_BYTES):
         for cluster in _CLUSTERS:
-            built = _resident(p, name, cluster, row_bytes, limit)
+            built = _resident(p, name, cluster, row_bytes, alone)
             if isinstance(built, LaunchPlan):
                 return built
             refusal = f"clusters of {cluster}: {built}"
-        if p.geometry.inner > 1:
-            break
     return refusal
 
 
 def _cluster(p: _Problem) -> LaunchPlan | str:
     """A cluster of blocks holds its statistics, and two blocks fit a multiprocessor."""
-    return _of_clusters(p, "cluster", _half(p.device))
+    return _of_clusters(p, "cluster", alone=False)
 
 
 def _whole_cluster(p: _Problem) -> LaunchPlan | str:
     """A cluster of blocks holds its statistics with all shared memory."""
-    return _of_clusters(p, "whole cluster", p.device.shared_per_block)
+    return _of_clusters(p, "whole_cluster", alone=True)
 
 
 def _stream(p: _Problem) -> LaunchPlan | str:
@@ -307,7 +315,7 @@ def _stream(p: _Problem) -> LaunchPlan | str:
     across = _across(p, _ROW_BYTES)
     number = _accesses(p)
     threads = _power_of_two(_ceil_div(number * across, _tile(p)))
-    threads = max(_LEAST_THREADS, across, min(_STREAM_THREADS, threads))
+    threads = max(_LEAST_THREADS, min(_STREAM_THREADS, threads))
     positions = across * p.access.width if p.geometry.inner == 1 else 1
     groups = p.geometry.batch * _ceil_div(p.geometry.group, positions)
     a_tile = threads // across * _tile(p)

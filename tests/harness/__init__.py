@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,9 @@ class Harness:
         self.numpy = PoisonedNumPy()
         self.launched = Counter()  # names of kernels
         self.specializations = set()
-        self.traffic = np.zeros(2, np.uint64)  # bytes of global memory read and written
+        self.blocks = self.threads = 0  # launched
+        # Bytes read from and written to watched arrays, then to other global memory.
+        self.traffic = np.zeros(4, np.uint64)
         content = b"".join(
             path.read_bytes()
             for folder in (self.kernels, HERE)
@@ -97,12 +100,23 @@ class Harness:
         monkeypatch.setattr(source, "device", lambda: self.properties)
         monkeypatch.setattr(source, "launch", self.launch)
 
+    @contextmanager
+    def watching(self, *arrays):
+        """Count the traffic of these arrays apart from all other."""
+        self._load_runtime()
+        for array in arrays:
+            first = array.__array_interface__["data"][0]
+            self._runtime.watch(ctypes.c_size_t(first), ctypes.c_size_t(first + array.nbytes))
+        self.traffic[:] = self.blocks = self.threads = 0
+        yield
+        self._runtime.unwatch()
+
     def launch(self, file, name, options, blocks, threads, shared, arguments):
         function = self._library(file, options)[f"launch_{name}"]
         function.restype = ctypes.c_char_p
         self.seed += 1
         cluster = int(dict(o[2:].split("=") for o in options)["CLUSTER"])
-        counters = np.zeros(2, np.uint64)
+        counters = np.zeros(4, np.uint64)
         message = function(
             arguments, ctypes.c_size_t(len(arguments)), blocks, threads,
             cluster if name in ("normalize", "backward") else 1,
@@ -110,6 +124,8 @@ class Harness:
             counters.ctypes.data_as(ctypes.c_void_p),
         )  # fmt: skip
         self.launched[name] += 1
+        self.blocks += blocks
+        self.threads += blocks * threads
         self.specializations.add((file, options))
         self.traffic += counters
         if message:
@@ -131,15 +147,18 @@ class Harness:
         assert made.returncode == 0, made.stderr
         written.rename(target)
 
-    def _library(self, file, options):
-        found = self._libraries.get((file, options))
-        if found is not None:
-            return found
+    def _load_runtime(self):
         if self._runtime is None:
             self._compile(self.folder / "runtime.so", HERE / "runtime.cpp", "-shared")
             self._runtime = ctypes.CDLL(str(self.folder / "runtime.so"), ctypes.RTLD_GLOBAL)
             header = self.folder / "harness.hpp.gch"
             self._compile(header, HERE / "harness.hpp", "-x", "c++-header")
+
+    def _library(self, file, options):
+        found = self._libraries.get((file, options))
+        if found is not None:
+            return found
+        self._load_runtime()
         key = hashlib.sha256(repr((file, options)).encode()).hexdigest()[:16]
         target = self.folder / f"{Path(file).stem}-{key}.so"
         if not target.exists():

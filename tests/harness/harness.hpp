@@ -36,6 +36,7 @@ const uint64_t* show(const char* operation, unsigned mask, uint64_t word);
 void count_read(const void* place, unsigned size);
 void count_write(const void* place, unsigned size);
 
+// Counters: bytes read from and written to watched arrays, then to other memory.
 const char* launch(void (*kernel)(const void*), const void* arguments, unsigned blocks,
                    unsigned threads, unsigned cluster, size_t shared, uint64_t seed,
                    uint64_t* counters);

@@ -4,12 +4,13 @@
 // A fiber runs until it waits for others; which one runs next is drawn at random from a
 // seed, so that a missing barrier shows as changed results. Shared memory is filled with
 // NaNs before each block. Threads that wait for what never comes, or for different things,
-// end the launch with a message. Loads and stores of global memory are counted, and must
-// be aligned.
+// end the launch with a message. Loads and stores of global memory must be aligned, and are
+// counted: those of watched arrays, and all others.
 #include "harness.hpp"
 
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sys/mman.h>
@@ -60,6 +61,7 @@ struct Launch {
 };
 
 Launch* now = nullptr;
+std::vector<std::pair<uintptr_t, uintptr_t>> watched;  // ranges of addresses
 std::vector<void*> stacks;  // kept for the launches to come
 
 std::string where(const Fiber* fiber) {
@@ -213,15 +215,20 @@ const uint64_t* show(const char* operation, unsigned mask, uint64_t word) {
     return &shown[fiber->thread / lanes * lanes];
 }
 
-void count_read(const void* place, unsigned size) {
-    if (reinterpret_cast<uintptr_t>(place) % size != 0) fail("a load that is not aligned");
-    now->counters[0] += size;
+void count(const void* place, unsigned size, int kind) {
+    const auto address = reinterpret_cast<uintptr_t>(place);
+    if (address % size != 0) fail("an access that is not aligned");
+    bool inside = false;
+    for (const auto& range : watched)
+        inside = inside || (range.first <= address && address < range.second);
+    now->counters[(inside ? 0 : 2) + kind] += size;
 }
 
-void count_write(const void* place, unsigned size) {
-    if (reinterpret_cast<uintptr_t>(place) % size != 0) fail("a store that is not aligned");
-    now->counters[1] += size;
-}
+void count_read(const void* place, unsigned size) { count(place, size, 0); }
+void count_write(const void* place, unsigned size) { count(place, size, 1); }
+
+extern "C" void watch(uintptr_t first, uintptr_t end) { watched.emplace_back(first, end); }
+extern "C" void unwatch() { watched.clear(); }
 
 const char* launch(void (*kernel)(const void*), const void* arguments, unsigned blocks,
                    unsigned threads, unsigned cluster, size_t shared, uint64_t seed,

@@ -1,0 +1,85 @@
+"""Every specialization of the kernels through the compilers that users have, without a GPU."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import nvrtc
+import pytest
+
+#: Where clusters are missing, their plans are others' again.
+WITHOUT_CLUSTERS = [
+    name for name in nvrtc.LAYOUTS if name not in ("runs, cluster", "columns, cluster")
+]
+
+
+def compile_all(architecture, layouts, dtypes, release=13):
+    """(layout, dtype, file, what was made) of every specialization."""
+    jobs = []
+    for layout in layouts:
+        for dtype in dtypes:
+            for operands, files in nvrtc.FILES.items():
+                options = nvrtc.specialization(layout, dtype, operands, architecture)
+                jobs += [(layout, dtype, file, options) for file in files]
+
+    def job(arguments):
+        layout, dtype, file, options = arguments
+        made = nvrtc.compile_kernels(file, options, architecture, release)
+        return layout, dtype, file, options, made
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(job, jobs))
+
+
+def check(made, layout, dtype, file):
+    assert made.kernels, made.log
+    assert "warning" not in made.log.lower(), made.log
+    for name, kernel in made.kernels.items():
+        what = f"{name} of {file}: {layout}, {dtype}"
+        assert kernel.spills == 0, f"{what}: {kernel}"
+        assert kernel.stack == 0, f"{what}: {kernel}"
+        assert kernel.registers <= 128, f"{what}: {kernel}"
+
+
+@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
+def test_no_warnings_and_no_spills(architecture):
+    layouts = nvrtc.LAYOUTS if architecture == 90 else WITHOUT_CLUSTERS
+    names = set()
+    for layout, dtype, file, _, made in compile_all(architecture, layouts, nvrtc.DTYPES):
+        check(made, layout, dtype, file)
+        names |= set(made.kernels)
+    assert len(names) == 9
+
+
+@pytest.mark.parametrize("architecture", [75, 90, 120])
+def test_older_compiler(architecture):
+    """NVRTC of CUDA 12, for the main layouts: it compiles what that of CUDA 13 does."""
+    layouts = ["runs, warp", "runs, block", "runs, unaligned", "columns, block"]
+    layouts += ["runs, cluster"] if architecture >= 90 else []
+    for layout, dtype, file, _, made in compile_all(
+        architecture, layouts, nvrtc.DTYPES[:3], release=12
+    ):
+        assert made.kernels
+        assert "warning" not in made.log.lower(), made.log
+        for name, kernel in made.kernels.items():
+            assert kernel.spills == 0, f"{name} of {file}: {layout}, {dtype}, {kernel}"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(
+    "layout", ["runs, block", "runs, stream", "columns, block", "runs, unaligned"]
+)
+def test_machine_code(layout, architecture):
+    """Elements move 16 bytes at a time, several loads are in flight, nothing is in local memory."""
+    for _, dtype, file, options, made in compile_all(architecture, [layout], nvrtc.DTYPES[:3]):
+        o = dict(option[2:].split("=") for option in options)
+        tile = int(o["TILE"])
+        assert int(o["WIDTH"]) * dtype.itemsize == 16
+        for name, code in nvrtc.disassemble(made.cubin).items():
+            counts = nvrtc.accesses(code)
+            what = f"{name}, {dtype}: {counts}"
+            assert not {"LDL", "STL"} & set(counts), what
+            if name in ("finish_moments", "finish_sums", "update_running"):
+                continue
+            inputs = 2 if file == "backward.cu" else 1
+            assert counts.get("LDG.128", 0) >= tile * inputs, what
+            if name not in ("moments", "reduce"):
+                assert counts.get("STG.128", 0) >= tile, what
