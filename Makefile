@@ -10,6 +10,9 @@ demo: .venv/installed-examples
 
 test: .venv/installed-dev lint
 	$(BIN)/python -m pytest
+	@echo "executing the CUDA kernels on the CPU, with $(CXX) and its sanitizers ..."
+	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(foreach library,asan ubsan,$(shell $(CXX) -print-file-name=lib$(library).so))" \
+		$(BIN)/python -m pytest --backend cuda-on-cpu
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -41,17 +41,18 @@ EVERYWHERE = {
     "test_properties.py",
     "test_running_statistics.py",
 }
-CUDA_ONLY = {"test_cuda_kernels.py", "test_cuda_traffic.py"}
+CUDA_ONLY = {"test_cuda_kernels.py", "test_cuda_mutants.py", "test_cuda_traffic.py"}
 
 
 def pytest_addoption(parser):
     parser.addoption("--backend", choices=["cpu", "cuda-on-cpu", "gpu"], default="cpu")
+    parser.addoption("--kernels", type=Path, help="folder of other CUDA sources to execute")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu: of the CPU backend alone")
     config.addinivalue_line("markers", "gpu: needs a GPU")
-    config.addinivalue_line("markers", "slow_without_gpu: not executed on the CPU, for time")
+    config.addinivalue_line("markers", "numpy: of what CuPy's arrays do not have, not on a GPU")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -62,8 +63,8 @@ def pytest_collection_modifyitems(config, items):
             right = item.path.name not in CUDA_ONLY
         else:
             right = item.path.name in EVERYWHERE | CUDA_ONLY and "cpu" not in item.keywords
-        if backend == "cuda-on-cpu":
-            right = right and "slow_without_gpu" not in item.keywords
+        if backend == "gpu":
+            right = right and "numpy" not in item.keywords
         (kept if right else left).append(item)
         if backend != "gpu" and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --backend gpu"))
@@ -77,14 +78,14 @@ def backend(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def on_backend(backend):
+def on_backend(backend, request):
     """Make NumPy arrays compute on the backend that is tested."""
     monkeypatch = pytest.MonkeyPatch()
     stands_in = None
     if backend == "cuda-on-cpu":
         from harness import Harness
 
-        stands_in = Harness()
+        stands_in = Harness(request.config.getoption("--kernels"))
         stands_in.install(monkeypatch)
     elif backend == "gpu":
         import on_gpu

@@ -1,5 +1,6 @@
 """Every way that the CUDA kernels have of sharing an array out, forced on small arrays."""
 
+import mmap
 import re
 
 import ml_dtypes
@@ -167,10 +168,10 @@ def test_unaligned_arrays(rng, force, monkeypatch, name, dtype, inner, shift):
 
 
 @pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
-@pytest.mark.parametrize("shape", [(6, 9, 5), (70, 33, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 9, 5), (40, 2, 120), (70, 33, 1)], ids=str)
 def test_running_statistics_of_every_type(rng, force, name, shape):
-    if name == "warp" and shape[-1] == 1:
-        pytest.skip("columns are never taken by warps")
+    if name == "warp" and shape != (6, 9, 5):
+        pytest.skip("warps take short runs alone")
     force(name)
     number = shape[1]
     for dtype, running_dtype in [
@@ -249,6 +250,47 @@ def test_steps_on_every_candidate_are_the_whole(rng, force):
     expected = reference.backward(dy, x)
     bounds = tolerances.backward_bounds(expected, result, dy, None, n, x.dtype)
     assert_within(dx, expected.dx, bounds.dx, "dx")
+
+
+def sparse(shape):
+    """A float16 array of zeros that takes no memory before it is written."""
+    memory = mmap.mmap(-1, int(np.prod(shape)) * 2)
+    return np.frombuffer(memory, np.float16).reshape(shape)
+
+
+def test_more_than_2_to_the_32_elements_in_runs(rng, on_backend, force):
+    """The first and the last channel of 2^20, 6.4e9 elements apart."""
+    if on_backend is None:
+        pytest.skip("a GPU takes whole arrays: see test_large_arrays_on_a_gpu")
+    force("block")
+    x, dy, out = (sparse((3, 1 << 20, 2048)) for _ in range(3))
+    ends = [0, (1 << 20) - 1]
+    x[:, ends], dy[:, ends] = rng.standard_normal((2, 3, 2, 2048))
+    result = reference.forward(x[:, ends])
+    expected = reference.backward(dy[:, ends], x[:, ends])
+    bounds = tolerances.backward_bounds(expected, result, dy[:, ends], None, 3 * 2048, x.dtype)
+    with on_backend.only(*ends):
+        _, saved = cunorm.batch_norm_forward(x, out=out)
+        bound = tolerances.y_bound(result, None, None, 3 * 2048, x.dtype)
+        assert_within(out[:, ends], result.y, bound, "y")
+        _, dweight, dbias = cunorm.batch_norm_backward(dy, x, saved, out=out)
+        assert_within(out[:, ends], expected.dx, bounds.dx, "dx")
+        assert_within(dweight[ends], expected.dweight, bounds.dweight, "dweight")
+        assert_within(dbias[ends], expected.dbias, bounds.dbias, "dbias")
+
+
+def test_more_than_2_to_the_32_elements_in_columns(rng, on_backend, force):
+    if on_backend is None:
+        pytest.skip("a GPU takes whole arrays: see test_large_arrays_on_a_gpu")
+    force("stream")
+    rows = (1 << 26) + 3
+    x, y = sparse((rows, 64)), sparse((rows, 64))
+    x[:2], x[-2:] = rng.standard_normal((2, 2, 64))
+    mean, inv_std = rng.standard_normal(64), np.ones(64)
+    with on_backend.only(0):  # of the transform: the last part
+        cunorm.batch_norm_transform(x, mean, inv_std, channel_axis=-1, out=y)
+    np.testing.assert_allclose(y[-2:], x[-2:] - mean, atol=4e-3)
+    assert not y[:2].any()
 
 
 def test_update_of_running_statistics(rng):

@@ -111,6 +111,14 @@ class Harness:
         yield
         self._runtime.unwatch()
 
+    @contextmanager
+    def only(self, *blocks):
+        """Execute these blocks of every grid alone."""
+        self._load_runtime()
+        self._runtime.choose((ctypes.c_uint * len(blocks))(*blocks), len(blocks))
+        yield
+        self._runtime.choose(None, 0)
+
     def launch(self, file, name, options, blocks, threads, shared, arguments):
         function = self._library(file, options)[f"launch_{name}"]
         function.restype = ctypes.c_char_p

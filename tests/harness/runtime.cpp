@@ -62,6 +62,7 @@ struct Launch {
 
 Launch* now = nullptr;
 std::vector<std::pair<uintptr_t, uintptr_t>> watched;  // ranges of addresses
+std::vector<unsigned> chosen;                           // blocks that are run; none: all
 std::vector<void*> stacks;  // kept for the launches to come
 
 std::string where(const Fiber* fiber) {
@@ -230,6 +231,10 @@ void count_write(const void* place, unsigned size) { count(place, size, 1); }
 extern "C" void watch(uintptr_t first, uintptr_t end) { watched.emplace_back(first, end); }
 extern "C" void unwatch() { watched.clear(); }
 
+extern "C" void choose(const unsigned* blocks, unsigned number) {
+    chosen.assign(blocks, blocks + number);
+}
+
 const char* launch(void (*kernel)(const void*), const void* arguments, unsigned blocks,
                    unsigned threads, unsigned cluster, size_t shared, uint64_t seed,
                    uint64_t* counters) {
@@ -264,10 +269,9 @@ const char* launch(void (*kernel)(const void*), const void* arguments, unsigned 
         launch.cluster.push_back(&block);
     }
     std::vector<unsigned> order;
-    for (unsigned i = 0; i < blocks / cluster; ++i) {
-        order.push_back(i);
-        std::swap(order[i], order[draw() % (i + 1)]);
-    }
+    for (unsigned block : chosen) order.push_back(block / cluster);
+    for (unsigned i = 0; chosen.empty() && i < blocks / cluster; ++i) order.push_back(i);
+    for (size_t i = 0; i < order.size(); ++i) std::swap(order[i], order[draw() % (i + 1)]);
     for (unsigned i : order) {
         for (Block& block : together) block.index = i * cluster + block.rank;
         run_cluster();

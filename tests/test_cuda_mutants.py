@@ -1,0 +1,172 @@
+"""The proof can fail: bugs planted in copies of the CUDA sources are all found by its tests."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cunorm.cuda import source
+
+TESTS = Path(__file__).parent
+
+#: What is wrong, which tests must find it, where it is, the right text and the wrong one.
+MUTANTS = {
+    "wrong mask at the end of a run": (
+        "401 and block",
+        "layout.cuh",
+        "first + lane >= 0 && first + lane < inner)",
+        "first + lane >= 0)",
+    ),
+    "wrong mask at the start of a run": (
+        "401 and block",
+        "layout.cuh",
+        "first + lane >= 0 && first + lane < inner)",
+        "first + lane < inner)",
+    ),
+    "an access beyond the end": (
+        "test_candidate and block",
+        "layout.cuh",
+        "valid = left > 0",
+        "valid = left > -1",
+    ),
+    "swapped stride": (
+        "test_candidate and block",
+        "layout.cuh",
+        "step = DEEP / windows * pitch",
+        "step = DEEP / windows * inner",
+    ),
+    "shift of unaligned arrays forgotten": (
+        "test_unaligned_arrays and block",
+        "layout.cuh",
+        "(run + shift) % WIDTH",
+        "run % WIDTH",
+    ),
+    "32-bit offsets in large arrays": (
+        "elements_in",
+        "types.cuh",
+        "using Offset = unsigned long long;\nusing Signed = long long;",
+        "using Offset = unsigned;\nusing Signed = int;",
+    ),
+    "lost barrier before the warps' results are read": (
+        "test_candidate and block",
+        "reduce.cuh",
+        "    }\n    __syncthreads();\n    const int from",
+        "    }\n    const int from",
+    ),
+    "lost barrier after the totals": (
+        "test_candidate and block",
+        "reduce.cuh",
+        "totals[position] = value;\n    }\n    __syncthreads();",
+        "totals[position] = value;\n    }",
+    ),
+    "lost barrier after the coefficients": (
+        "test_candidate and block",
+        "transform.cu",
+        "when all are here\n        __syncthreads();",
+        "when all are here",
+    ),
+    "lost barrier of the cluster": (
+        "test_candidate and cluster",
+        "transform.cu",
+        "        cluster_arrive();\n        cluster_wait();\n",
+        "",
+    ),
+    "a block of a cluster leaves early": (
+        "test_candidate and cluster",
+        "backward.cu",
+        "    if (GROUP == THREADS) cluster_wait();",
+        "",
+    ),
+    "divergent shuffle": (
+        "test_candidate and block",
+        "reduce.cuh",
+        "        for (int offset = WARPS / 2;",
+        "        if (position < POSITIONS) for (int offset = WARPS / 2;",
+    ),
+    "shared memory that nobody wrote": (
+        "test_candidate and block",
+        "layout.cuh",
+        "for (int i = 0; i < TILE; ++i)\n            place[",
+        "for (int i = 1; i < TILE; ++i)\n            place[",
+    ),
+    "wrong merge weight": (
+        "test_candidate and warp",
+        "moments.cuh",
+        "static_cast<double>(count * share)",
+        "static_cast<double>(count)",
+    ),
+    "parts counted twice": (
+        "test_candidate and stream and 300",
+        "reduce.cuh",
+        "part += 32)",
+        "part += 16)",
+    ),
+    "a lane left out": (
+        "test_candidate and warp",
+        "reduce.cuh",
+        "int offset = 16; offset >= ACROSS;",
+        "int offset = 8; offset >= ACROSS;",
+    ),
+    "rounding of the mean not corrected": (
+        "mean_much_larger",
+        "moments.cuh",
+        "middle + static_cast<double>(correction)",
+        "middle",
+    ),
+    "residual of the mean forgotten": (
+        "mean_much_larger",
+        "transform.cu",
+        " - residual * scale;",
+        ";",
+    ),
+    "coefficients of another lane": (
+        "test_candidate and warp",
+        "backward.cu",
+        "slope, 0), __shfl_sync",
+        "slope, 1), __shfl_sync",
+    ),
+    "running statistics updated by every part": (
+        "running_statistics_of_every_type and cluster",
+        "transform.cu",
+        "    if (first) {\n        a.running_mean",
+        "    {\n        a.running_mean",
+    ),
+    "channels beyond the last": (
+        "test_candidate and stream and (300 or 130)",
+        "layout.cuh",
+        "if (work.channel + column >= static_cast<Offset>(g.group)) left = 0;",
+        "",
+    ),
+}
+
+
+def plant(name, folder):
+    _, file, right, wrong = MUTANTS[name]
+    shutil.copytree(source.folder(), folder)
+    text = (folder / file).read_text()
+    assert text.count(right) == 1, f"{name}: {right!r} is {text.count(right)} times in {file}"
+    (folder / file).write_text(text.replace(right, wrong))
+
+
+def run_tests(name, folder):
+    """Tests of the kernels on other sources; stops at the first that fails."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider",
+         "--backend", "cuda-on-cpu", "--kernels", str(folder),
+         "test_cuda_kernels.py", "test_numerics.py",
+         "-k", MUTANTS[name][0]],
+        cwd=TESTS, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_is_found(tmp_path, name, on_backend):
+    if on_backend is None:
+        pytest.skip("needs the CUDA sources executed on the CPU")
+    plant(name, tmp_path / "kernels")
+    result = run_tests(name, tmp_path / "kernels")
+    assert result.returncode != 0, f"{name}: nothing failed"
+    found = "FAILED" in result.stdout or "AddressSanitizer" in result.stderr
+    assert found or "runtime error" in result.stderr, result.stdout + result.stderr
