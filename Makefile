@@ -28,11 +28,15 @@ wheel: .venv/installed-dev
 clean:
 	rm -rf .venv build dist *.egg-info
 
-# One stamp file for each set of extras; CUNORM_EXTRAS adds to them (cuda12, say).
+# One stamp file for each set of extras; CUNORM_EXTRAS adds to them (cuda12, say). The tests
+# want CuPy even where there is no GPU.
+EXTRAS = $(CUNORM_EXTRAS)
+.venv/installed-dev: EXTRAS = $(or $(CUNORM_EXTRAS),cupy)
+
 .venv/installed-%: pyproject.toml
 	@echo "installing cunorm[$*] and what it needs into .venv ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*$(if $(CUNORM_EXTRAS),$(comma)$(CUNORM_EXTRAS))]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*$(if $(EXTRAS),$(comma)$(EXTRAS))]"
 	@touch $@
 
 comma := ,

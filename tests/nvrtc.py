@@ -104,7 +104,8 @@ def compile_kernels(file, options, architecture, release=13):
         f"-arch=sm_{architecture}",
         f"-I{cuda_headers(RELEASES[release][1])}",
         f"-I{cuda_headers()}",  # nv/target, which the older release's wheels lack
-        "-ftz=true",  # as CuPy has it
+        "-ftz=true",  # as CuPy has it, and the next
+        "--device-as-default-execution-space",
         "--ptxas-options=-v",
     ]
     arguments = (ctypes.c_char_p * len(every))(*(o.encode() for o in every))

@@ -1,0 +1,191 @@
+"""Compiling and launching through CuPy: with a stand-in for its driver, and with itself."""
+
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cunorm
+from cunorm import arrays
+from cunorm.cuda import source
+
+CHECKOUT = Path(__file__).parent.parent
+
+
+class CompileError(Exception):
+    pass
+
+
+class Driver(types.ModuleType):
+    """As much of CuPy as `cunorm.cuda.source` touches; notes what it is asked for."""
+
+    def __init__(self):
+        super().__init__("cupy")
+        self.current = 0
+        self.compiled, self.launched = [], []
+        self.error = None
+        runtime = types.ModuleType("cupy.cuda.runtime")
+        runtime.getDevice = lambda: self.current
+        runtime.getDeviceProperties = lambda number: {
+            "major": 9 + number,
+            "minor": 0,
+            "multiProcessorCount": 132,
+            "sharedMemPerBlockOptin": 232448,
+            "sharedMemPerMultiprocessor": 233472,
+        }
+        self.cuda = types.ModuleType("cupy.cuda")
+        self.cuda.runtime = runtime
+        self.cuda.compiler = types.SimpleNamespace(CompileException=CompileError)
+        self.RawModule = self.make_module
+
+    def make_module(self, *, code, options):
+        self.compiled.append((self.current, code, options))
+        return types.SimpleNamespace(get_function=self.get_function)
+
+    def get_function(self, name):
+        if self.error is not None:
+            raise self.error
+
+        def function(grid, block, arguments, shared):
+            self.launched.append((name, grid, block, arguments, shared))
+
+        return types.SimpleNamespace(kernel=function)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    cupy = Driver()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", cupy.cuda.runtime)
+    monkeypatch.setattr(source, "_functions", {})
+    monkeypatch.setattr(source, "_devices", {})
+    return cupy
+
+
+OPTIONS = ("-DWIDTH=4", "-DTILE=4")
+
+
+def test_compiled_once_for_each_device_and_specialization(driver):
+    for device in (0, 0, 1, 1):
+        driver.current = device
+        for options in (OPTIONS, OPTIONS[:1]):
+            source.launch("transform.cu", "normalize", options, 7, 128, 4096, b"12345678")
+    assert [device for device, _, _ in driver.compiled] == [0, 0, 1, 1]
+    _, code, options = driver.compiled[0]
+    assert code == (source.folder() / "transform.cu").read_text(encoding="utf-8")
+    assert set(OPTIONS) <= set(options)
+    assert f"-I{source.folder()}" in options
+    assert any(source.digest() in option for option in options)  # for CuPy's cache on disk
+    assert len(driver.launched) == 8
+    name, grid, block, (arguments,), shared = driver.launched[0]
+    assert (name, grid, block, shared) == ("normalize", (7,), (128,), 4096)
+    assert arguments.tobytes() == b"12345678"
+
+
+def test_device_properties(driver):
+    assert source.device() == (90, 132, 232448, 233472)
+    driver.current = 1
+    assert source.device().compute_capability == 100
+
+
+def test_compiler_that_fails(driver):
+    driver.error = CompileError("cannot open cuda_fp16.h")
+    with pytest.raises(RuntimeError, match=r"transform\.cu cannot be compiled .*ctk.*cuda_fp16"):
+        source.launch("transform.cu", "normalize", OPTIONS, 1, 128, 0, b"")
+    assert not source._functions
+
+
+def test_digest_covers_every_source(monkeypatch, tmp_path):
+    before = source.digest()
+    for path in sorted(source.folder().glob("*.cu*")):
+        folder = tmp_path / path.name
+        shutil.copytree(source.folder(), folder)
+        with (folder / path.name).open("a") as file:
+            file.write("\n")
+        monkeypatch.setattr(source, "folder", lambda folder=folder: folder)
+        source.digest.cache_clear()
+        assert source.digest() != before, path.name
+    monkeypatch.undo()
+    source.digest.cache_clear()
+    assert source.digest() == before
+
+
+def test_sources_in_a_wheel(tmp_path):
+    """They are found in an installed package, without the checkout."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path),
+         str(CHECKOUT)], check=True, cwd=tmp_path,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
+    code = "from cunorm.cuda import source; print(source.folder()); print(source.digest())"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
+    ).stdout.split()  # fmt: skip
+    assert printed == [str(tmp_path / "installed" / "cunorm" / "kernels"), source.digest()]
+
+
+def test_missing_sources(monkeypatch, tmp_path):
+    monkeypatch.setattr(source, "__file__", str(tmp_path / "cunorm" / "cuda" / "source.py"))
+    source.folder.cache_clear()
+    with pytest.raises(RuntimeError, match="the CUDA sources of cunorm are missing"):
+        source.folder()
+    monkeypatch.undo()
+    source.folder.cache_clear()
+
+
+def test_arrays_on_different_devices(driver):
+    """Named in the error, whatever else is wrong."""
+
+    class NdArray:
+        def __init__(self, device):
+            self.data = types.SimpleNamespace(device_id=device)
+
+    driver.ndarray = NdArray
+    with pytest.raises(TypeError, match="b: expected an array on the device of a, GPU 0, got one "
+                       "on GPU 1"):  # fmt: skip
+        arrays.adopt(("a", "b"), NdArray(0), NdArray(1))
+    with pytest.raises(TypeError, match=r"weight: .* of x, GPU 0, got one on the CPU"):
+        arrays.adopt(("x", "none", "weight"), NdArray(0), None, np.ones(3))
+    with pytest.raises(TypeError, match=r"weight: .* of x, the CPU, got one on GPU 2"):
+        arrays.adopt(("x", "weight"), np.ones(3), NdArray(2))
+    entered = []
+
+    class Device:
+        def __init__(self, number):
+            self.number = number
+
+        def __enter__(self):
+            entered.append(self.number)
+
+        def __exit__(self, *_):
+            entered.append(None)
+
+    driver.cuda.Device = Device
+    for number in (0, 3):  # the current one, another
+        _, place = arrays.adopt(("x", "y"), NdArray(number), NdArray(number))
+        assert place.xp is driver
+        with place:
+            pass
+    assert entered == [3, None]
+
+
+def test_real_cupy():
+    """Has what the stand-in has; without a GPU it says so."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    for argument in ("code", "options"):
+        assert argument in cupy.RawModule.__doc__
+    for name in ("kernel", "max_dynamic_shared_size_bytes"):
+        assert hasattr(cupy.RawKernel, name)
+    assert cupy.cuda.compiler.CompileException
+    assert cupy.cuda.function.CNumpyArray(np.zeros(8, np.uint8)).ptr  # arguments by value
+    if not cupy.is_available():
+        assert not cunorm.is_available("cuda")
+        assert "no GPU" in arrays.cuda_missing()

@@ -1,0 +1,154 @@
+"""What only a GPU can show: CuPy's own arrays, streams, graphs, layers, sizes."""
+
+import numpy as np
+import pytest
+import reference
+import tolerances
+from tolerances import assert_within
+
+import cunorm
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cupy(backend):
+    if backend != "gpu":
+        pytest.skip("needs a GPU: pytest --backend gpu")
+    return pytest.importorskip("cupy")
+
+
+def test_cupy_arrays_in_and_out(cupy, rng):
+    x, dy = (cupy.asarray(a) for a in rng.standard_normal((2, 6, 4, 5)).astype(np.float32))
+    y, saved = cunorm.batch_norm_forward(x)
+    gradients = cunorm.batch_norm_backward(dy, x, saved)
+    for array in (y, *saved[:3], *gradients, *cunorm.batch_norm_statistics(x)[1:]):
+        assert isinstance(array, cupy.ndarray)
+    result = reference.forward(x.get())
+    assert_within(y.get(), result.y, tolerances.y_bound(result, None, None, 30, x.dtype), "y")
+    with pytest.raises(TypeError, match=r"weight: .* device of x, GPU \d+, got one on the CPU"):
+        cunorm.batch_norm_forward(x, np.ones(4, np.float32))
+
+
+def test_layer(cupy, rng):
+    """The same training on both processors; there and back."""
+    x, dy = rng.standard_normal((2, 32, 8, 6, 6)).astype(np.float32)
+    host, gpu = cunorm.BatchNorm(8), cunorm.BatchNorm(8).to("cuda")
+    for _ in range(3):
+        expected, y = host(x), gpu(cupy.asarray(x))
+        np.testing.assert_allclose(y.get(), expected, atol=1e-5)
+        np.testing.assert_allclose(
+            gpu.backward(cupy.asarray(dy)).get(), host.backward(dy), atol=1e-5
+        )
+        for layer in (host, gpu):
+            for name, parameter in layer.parameters.items():
+                parameter -= 0.1 * layer.gradients[name]
+    assert isinstance(gpu.weight, cupy.ndarray)
+    state = gpu.to("cpu").state_dict()
+    for name, array in host.state_dict().items():
+        np.testing.assert_allclose(state[name], array, rtol=1e-5, atol=1e-5)
+    gpu.to("cuda").load_state_dict(host.state_dict())
+    np.testing.assert_array_equal(gpu.weight.get(), host.weight)
+
+
+def test_two_streams(cupy, rng):
+    """Calls on different streams share nothing."""
+    arrays = [cupy.asarray(rng.standard_normal((8, 3, 40_000)), np.float32) for _ in range(2)]
+    expected = [cunorm.batch_norm_forward(x)[0] for x in arrays]
+    cupy.cuda.runtime.deviceSynchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in arrays]
+    for _ in range(50):
+        results = []
+        for stream, x in zip(streams, arrays, strict=True):
+            with stream:
+                results.append(cunorm.batch_norm_forward(x)[0])
+        cupy.cuda.runtime.deviceSynchronize()
+        for y, want in zip(results, expected, strict=True):
+            cupy.testing.assert_array_equal(y, want)
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 4, 4), (32, 64, 28, 28), (8, 2, 500_000)], ids=str)
+def test_graph(cupy, rng, shape):
+    """A training step is captured once its kernels are warm, and replayed."""
+    x, dy = (cupy.asarray(rng.standard_normal(shape), np.float32) for _ in range(2))
+    y, dx = cupy.empty_like(x), cupy.empty_like(x)
+    running = cupy.zeros(shape[1], np.float32), cupy.ones(shape[1], np.float32)
+    kept = []
+
+    def step():
+        _, saved = cunorm.batch_norm_forward(x, None, None, *running, out=y)
+        kept.append((saved, cunorm.batch_norm_backward(dy, x, saved, out=dx)))
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        step()
+        kept.clear()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        x[...] = cupy.asarray(rng.standard_normal(shape), np.float32)
+        running[0].fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+    result = reference.forward(x.get())
+    n = x.size // shape[1]
+    assert_within(y.get(), result.y, tolerances.y_bound(result, None, None, n, x.dtype), "y")
+    np.testing.assert_allclose(running[0].get(), 0.1 * result.mean, atol=1e-5)
+    expected = reference.backward(dy.get(), x.get())
+    bounds = tolerances.backward_bounds(expected, result, dy.get(), None, n, x.dtype)
+    assert_within(dx.get(), expected.dx, bounds.dx, "dx")
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 1 << 20, 1024), 1), (((1 << 25) + 1, 96), 1)])
+def test_large_arrays_on_a_gpu(cupy, shape, axis):
+    """More than 2^31 elements: the ends, and one in the middle, against the reference."""
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < 5 * 2 * int(np.prod(shape)):
+        pytest.skip("needs more memory")
+    x = cupy.empty(shape, np.float16)
+    for part in cupy.array_split(x.reshape(-1), 64):
+        part[...] = cupy.random.standard_normal(part.size, np.float32)
+    y, saved = cunorm.batch_norm_forward(x, channel_axis=axis)
+    dx, _, _ = cunorm.batch_norm_backward(y, x, saved)
+    for channel in (0, shape[1] // 2, shape[1] - 1):
+        one = x.take(channel, axis).reshape(-1, 1).get()
+        result = reference.forward(one)
+        bound = tolerances.y_bound(result, None, None, one.size, x.dtype)
+        assert_within(y.take(channel, axis).reshape(-1, 1).get(), result.y, bound, "y")
+        got = dx.take(channel, axis).reshape(-1, 1).get()
+        dy = y.take(channel, axis).reshape(-1, 1).get()
+        expected = reference.backward(dy, one)
+        bounds = tolerances.backward_bounds(expected, result, dy, None, one.size, x.dtype)
+        assert_within(got, expected.dx, bounds.dx, "dx")
+
+
+@pytest.mark.usefixtures("cupy")
+def test_torch_tensors_on_a_gpu(rng):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    x = torch.asarray(rng.standard_normal((6, 4, 5)), dtype=torch.bfloat16, device="cuda")
+    y, saved = cunorm.batch_norm_forward(x)
+    assert isinstance(y, torch.Tensor)
+    assert y.dtype == torch.bfloat16
+    assert y.device == x.device
+    expected = torch.nn.functional.batch_norm(x.float(), None, None, training=True)
+    torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+    assert isinstance(saved.mean, torch.Tensor)
+
+
+def test_repeatable_on_a_gpu(cupy, rng):
+    """The same bits in every run, for every plan of a real device."""
+    for shape, axis in [
+        ((8, 16, 4, 4), 1),
+        ((64, 256, 28, 28), 1),
+        ((8, 2, 500_000), 1),
+        ((20_000, 70), -1),
+        ((64, 56, 56, 64), -1),
+    ]:
+        x, dy = (cupy.asarray(rng.standard_normal(shape), np.float32) for _ in range(2))
+        first = None
+        for _ in range(20):
+            y, saved = cunorm.batch_norm_forward(x, channel_axis=axis)
+            results = [y, *saved[:3], *cunorm.batch_norm_backward(dy, x, saved)]
+            first = first or results
+            for a, b in zip(first, results, strict=True):
+                cupy.testing.assert_array_equal(a, b)
