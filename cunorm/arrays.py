@@ -100,25 +100,47 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
             break
     else:
         return values, _cpu()
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and all(v is None or type(v) is cupy.ndarray for v in values):
+        return values, _gpu_place(_device(names, values), _same)
     views = [None if v is None else _view(n, v) for n, v in zip(names, values, strict=True)]
-    given = [i for i, view in enumerate(views) if view is not None]
-    first = given[0]
-    place = _device_of(views[first])
-    for i in given[1:]:
-        other = _device_of(views[i])
-        if other != place:
-            raise TypeError(
-                f"{names[i]}: expected an array on the device of {names[first]}, "
-                f"{_named(place)}, got one on {_named(other)}"
-            )
-    value = values[first]
-    own = isinstance(value, np.ndarray) or value is views[first]
-    export = _same if own else _exporter(names[first], value)
-    if place is None:
+    device = _device(names, views)
+    name, value, view = next(t for t in zip(names, values, views, strict=True) if t[1] is not None)
+    own = isinstance(value, np.ndarray) or value is view
+    export = _same if own else _exporter(name, value)
+    if device is None:
         return views, Place(np, cpu_backend(), export)
-    cupy = sys.modules["cupy"]
-    current = cupy.cuda.runtime.getDevice() == place
-    return views, Place(cupy, cuda_backend(), export, None if current else cupy.cuda.Device(place))
+    return views, _gpu_place(device, export)
+
+
+@cache
+def _gpu() -> Place:
+    """Of CuPy arrays on the current GPU."""
+    return Place(sys.modules["cupy"], cuda_backend(), _same)
+
+
+def _gpu_place(device: int, export: Export) -> Place:
+    here = _gpu()
+    if here.xp.cuda.runtime.getDevice() != device:
+        return Place(here.xp, here.backend, export, here.xp.cuda.Device(device))
+    return here if export is _same else Place(here.xp, here.backend, export)
+
+
+def _device(names: Sequence[str], arrays: Sequence[Any]) -> Any:
+    """Number of the GPU that all of the arrays lie on; None for the CPU."""
+    first = None
+    for name, array in zip(names, arrays, strict=True):
+        if array is None:
+            continue
+        device = _device_of(array)
+        if first is None:
+            first, expected = name, device
+        elif device != expected:
+            raise TypeError(
+                f"{name}: expected an array on the device of {first}, {_named(expected)}, "
+                f"got one on {_named(device)}"
+            )
+    return expected
 
 
 def _device_of(array: Any) -> int | None:
@@ -277,13 +299,16 @@ def header(array: Any) -> np.ndarray:
 
 def may_overlap(a: Any, b: Any) -> bool:
     """Whether the bounds of two arrays in memory overlap."""
+    if isinstance(a, np.ndarray):
+        return np.may_share_memory(a, b)
+    if a.flags.c_contiguous and b.flags.c_contiguous:  # spares the headers
+        return bool(a.data.ptr < b.data.ptr + b.nbytes and b.data.ptr < a.data.ptr + a.nbytes)
     return np.may_share_memory(header(a), header(b))
 
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether two arrays share an element."""
-    a, b = header(a), header(b)
-    return np.may_share_memory(a, b) and np.shares_memory(a, b)
+    return may_overlap(a, b) and np.shares_memory(header(a), header(b))
 
 
 class Operands:

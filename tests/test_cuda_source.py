@@ -61,11 +61,13 @@ class Driver(types.ModuleType):
 def driver(monkeypatch):
     cupy = Driver()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", cupy.cuda.runtime)
     monkeypatch.setattr(source, "_functions", {})
     monkeypatch.setattr(source, "_devices", {})
-    return cupy
+    source.array_module.cache_clear()
+    arrays._gpu.cache_clear()
+    yield cupy
+    source.array_module.cache_clear()
+    arrays._gpu.cache_clear()
 
 
 OPTIONS = ("-DWIDTH=4", "-DTILE=4")
@@ -175,6 +177,29 @@ def test_arrays_on_different_devices(driver):
         with place:
             pass
     assert entered == [3, None]
+
+
+class Remote:
+    """A CuPy array's description, of memory that must not be touched."""
+
+    def __init__(self, array):
+        self.data = types.SimpleNamespace(ptr=array.__array_interface__["data"][0] + (1 << 60))
+        self.shape, self.strides, self.itemsize = array.shape, array.strides, array.itemsize
+        self.nbytes, self.flags = array.nbytes, array.flags
+
+
+def test_overlap_of_gpu_arrays():
+    """Judged by addresses alone, for gaps and orders of axes too."""
+    memory = np.zeros((6, 8), np.float32)
+    views = [
+        memory, memory[:3], memory[3:], memory[:, ::2], memory[:, 1::2], memory[:, :4],
+        memory.T, memory[2:4, 2:6], memory.reshape(-1)[40:],
+    ]  # fmt: skip
+    for a in views:
+        for b in views:
+            gpu = arrays.overlap(Remote(a), Remote(b))
+            assert gpu == np.shares_memory(a, b)
+            assert arrays.may_overlap(Remote(a), Remote(b)) == np.may_share_memory(a, b)
 
 
 def test_real_cupy():

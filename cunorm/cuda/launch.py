@@ -133,12 +133,16 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-@lru_cache(maxsize=1024)
+_ALIGNED = Alignment(16, 0)
+
+
 def alignment(*addresses: int) -> Alignment:
     """Alignment of arrays that begin at these addresses."""
     together = 16
     for address in addresses:
         together |= address
+    if together & 15 == 0:
+        return _ALIGNED
     shifts = {address % 16 for address in addresses}
     return Alignment(together & -together, shifts.pop() if len(shifts) == 1 else -1)
 

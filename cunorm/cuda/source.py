@@ -14,6 +14,7 @@ from .launch import Device
 __all__ = ["array_module", "device", "launch", "pointer"]
 
 
+@cache
 def array_module() -> Any:
     """CuPy."""
     import cupy
@@ -55,8 +56,7 @@ _functions: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 
 def device() -> Device:
     """The current device."""
-    from cupy.cuda import runtime
-
+    runtime = array_module().cuda.runtime
     number = runtime.getDevice()
     found = _devices.get(number)
     if found is None:
@@ -78,9 +78,7 @@ def launch(
 
     ``arguments`` is the structure that the kernel takes, by value.
     """
-    from cupy.cuda import runtime
-
-    key = runtime.getDevice(), name, options
+    key = array_module().cuda.runtime.getDevice(), name, options
     function = _functions.get(key)
     if function is None:
         function = _functions[key] = _function(file, name, options)
@@ -88,8 +86,7 @@ def launch(
 
 
 def _function(file: str, name: str, options: tuple[str, ...]) -> Any:
-    import cupy
-
+    cupy = array_module()
     module = cupy.RawModule(
         code=(folder() / file).read_text(encoding="utf-8"), options=compile_options(options)
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
 from ..arrays import is_plain
 from ..checks import statistics_dtype
 from ..geometry import Geometry
@@ -18,14 +20,16 @@ _MOMENTS = struct.Struct("=2Q")
 _FINISH = struct.Struct("=3Q2q")
 _UPDATE = struct.Struct("=QqQqQqQq2dq")
 
-_KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+_KINDS = {np.dtype(np.float32): 0, np.dtype(np.float64): 1, np.dtype(np.float16): 2}
+_BFLOAT16 = 3  # by elimination, so that ml_dtypes need not be imported
+_ABSENT = (0, 0)
 
 
 def parameter(array):
     """Address and kind of a dense array of one value a channel (Parameter in memory.cuh)."""
     if array is None:
-        return 0, 0
-    return source.pointer(array), _KINDS[array.dtype.name]
+        return _ABSENT
+    return source.pointer(array), _KINDS.get(array.dtype, _BFLOAT16)
 
 
 def dense(values):
