@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
@@ -158,23 +157,26 @@ FILES = {1: ("statistics.cu", "transform.cu"), 2: ("backward.cu",)}  # by number
 
 
 def main():
-    """Registers and 16-byte accesses of every kernel, for one architecture."""
+    """Markdown: registers of every kernel for an architecture (90 if none is given)."""
     architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    print(f"sm_{architecture}, NVRTC 13: registers (bytes spilled), by kernel\n")
+    names = ("moments", "transform", "normalize", "reduce", "input_gradient", "backward")
+    print(f"sm_{architecture}, NVRTC 13: registers for float16, bfloat16, float32, float64\n")
+    print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * 7}|")
+    spills = 0
     for layout in LAYOUTS:
+        registers = {name: [] for name in names}
         for dtype in DTYPES:
-            cells = []
             for operands, files in FILES.items():
                 options = specialization(layout, dtype, operands, architecture)
                 for file in files:
-                    for name, kernel in compile_kernels(
-                        file, options, architecture
-                    ).kernels.items():
-                        if not name.startswith(("finish", "update")):
-                            cells.append(f"{name} {kernel.registers} ({kernel.spills})")
-            print(f"| {layout} | {dtype} | {', '.join(sorted(cells))} |", flush=True)
+                    made = compile_kernels(file, options, architecture).kernels
+                    spills += sum(kernel.spills for kernel in made.values())
+                    for name in set(names) & set(made):
+                        registers[name].append(str(made[name].registers))
+        cells = [" ".join(registers[name]) for name in names]
+        print(f"| {layout} | {' | '.join(cells)} |", flush=True)
+    print(f"\nbytes spilled: {spills}")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()
