@@ -161,8 +161,6 @@ __device__ inline void read_means(
 // each warp and position.
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) reduce(const BackwardArguments a) {
     SHARED_MEMORY(shared);
-    struct None {};
-    auto& header = *reinterpret_cast<Header<Sums, None>*>(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
     Accumulator mean[STATISTICS];
@@ -175,18 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) reduce(cons
         tile.load<false>(a.x, x);
         add_tile(values, tile, dy, x, mean);
     }
-    const Offset parts = static_cast<Offset>(a.cut.parts);
-    if (GROUP < THREADS) {
-        reduce_warp(values);
-        if (threadIdx.x % 32 == 0 && work.any)
-            values[0].write(a.partials, work.statistic * parts + work.part);
-        return;
-    }
-    reduce_block(values, header.partials, header.totals);
-    for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
-        if (work.channel + p < static_cast<Offset>(a.geometry.group))
-            header.totals[p].write(a.partials, (work.statistic + p) * parts + work.part);
-    }
+    write_parts(values, shared, a.partials, work, a.geometry, a.cut);
 }
 
 // The sums of every statistic, and the parameters' gradients, from the parts: one warp for
@@ -220,7 +207,6 @@ __device__ inline Coefficients find(
 // while the sums are put together. Shared memory: the coefficients of every position.
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
-    auto* all = reinterpret_cast<Coefficients*>(shared);
     const Work work(a.geometry, a.cut, true);
     Cursor cursor(a.geometry, a.cut, work);
     Tile tile(cursor);
@@ -229,21 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) input_gradi
     tile.load<true>(a.x, x);
 
     Coefficients coefficients[STATISTICS];
-    const bool first = work.part == 0;
-    if (GROUP < THREADS) {
-        coefficients[0] =
-            find(a, work.statistic, work.channel, first && work.any).from_lane_0();
-    } else {
-        for (int p = threadIdx.x / 32; p < POSITIONS; p += WARPS) {
-            if (work.channel + p >= static_cast<Offset>(a.geometry.group)) break;
-            const Coefficients found = find(a, work.statistic + p, work.channel + p, first);
-            if (threadIdx.x % 32 == 0) all[p] = found;
-        }
-        __syncthreads();
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s)
-            coefficients[s] = all[threadIdx.x % ACROSS * STATISTICS + s];
-    }
+    distribute(coefficients, shared, work, a.geometry, [&](int p) {
+        return find(a, work.statistic + p, work.channel + p, work.part == 0 && work.any);
+    });
     for (long long n = 1; n < a.cut.tiles; ++n) {
         gradient_tile(a, tile, dy, x, coefficients);
         tile = Tile(cursor);
@@ -264,8 +238,6 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, 512 / THREADS) backward(const BackwardArguments a) {
     SHARED_MEMORY(shared);
-    auto& header = *reinterpret_cast<Header<Sums, Coefficients>*>(shared);
-    static_assert(GROUP < THREADS || sizeof(header) <= HEADER, "room for the header");
     Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
@@ -289,32 +261,10 @@ __launch_bounds__(THREADS, 512 / THREADS) backward(const BackwardArguments a) {
     add_tile(values, tile, dy, x, mean);
 
     Coefficients coefficients[STATISTICS];
-    if (GROUP < THREADS) {
-        reduce_warp(values);
-        Coefficients found = {};
-        if (threadIdx.x % 32 == 0 && work.any) {
-            const Sums sums = save(a, work.statistic, work.channel, values[0], true);
-            found = combine(a, work.statistic, work.channel, sums);
-        }
-        coefficients[0] = found.from_lane_0();
-    } else {
-        reduce_block(values, header.partials, header.totals);
-        cluster_arrive();
-        cluster_wait();
-        for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
-            const Sums total = cluster_total(header.totals, p);
-            const Offset statistic = work.statistic + p, channel = work.channel + p;
-            if (channel < static_cast<Offset>(a.geometry.group)) {
-                const Sums sums = save(a, statistic, channel, total, work.part == 0);
-                header.coefficients[p] = combine(a, statistic, channel, sums);
-            }
-        }
-        cluster_arrive();  // the totals are read; a block may leave when all are here
-        __syncthreads();
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s)
-            coefficients[s] = header.coefficients[threadIdx.x % ACROSS * STATISTICS + s];
-    }
+    fold(values, coefficients, shared, work, a.geometry, [&](int p, const Sums& total) {
+        const Offset statistic = work.statistic + p, channel = work.channel + p;
+        return combine(a, statistic, channel, save(a, statistic, channel, total, work.part == 0));
+    });
 
     if (a.dx != nullptr) {
         gradient_tile(a, tile, dy, x, coefficients);
@@ -326,5 +276,5 @@ __launch_bounds__(THREADS, 512 / THREADS) backward(const BackwardArguments a) {
             gradient_tile(a, kept, dy, x, coefficients);
         }
     }
-    if (GROUP == THREADS) cluster_wait();
+    cluster_wait();
 }

@@ -25,24 +25,27 @@ template <class P> __device__ inline void reduce_lanes(P& value) {
     for (int offset = 16; offset > 0; offset /= 2) value.merge(value.down(offset, 32));
 }
 
-// Shared memory of a block before the elements that it keeps.
-template <class P, class Coefficients> struct Header {
+// What a block folds its warps' results in.
+template <class P> struct Folds {
     P partials[WARPS * POSITIONS];  // of every warp
     P totals[POSITIONS];            // of the block; other blocks of the cluster read it
-    Coefficients coefficients[POSITIONS];
+};
+
+// Shared memory of a block before the elements that it keeps.
+template <class P, class C> struct Header {
+    Folds<P> folds;
+    C coefficients[POSITIONS];
 };
 
 // Over the threads of a block: afterwards `totals` holds the results, and all threads may
 // read it. Warps are folded by as many neighbouring lanes.
-template <class P> __device__ inline void reduce_block(
-    P (&values)[STATISTICS], P* partials, P* totals
-) {
+template <class P> __device__ inline void reduce_block(P (&values)[STATISTICS], Folds<P>& folds) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     reduce_warp(values);
     if (lane < ACROSS) {
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s)
-            partials[warp * POSITIONS + lane * STATISTICS + s] = values[s];
+            folds.partials[warp * POSITIONS + lane * STATISTICS + s] = values[s];
     }
     __syncthreads();
     const int from = threadIdx.x % WARPS;
@@ -50,11 +53,11 @@ template <class P> __device__ inline void reduce_block(
         const int position = base + threadIdx.x / WARPS;
         if (base + warp * 32 / WARPS >= POSITIONS) break;  // the same for a whole warp
         P value = {};
-        if (position < POSITIONS) value = partials[from * POSITIONS + position];
+        if (position < POSITIONS) value = folds.partials[from * POSITIONS + position];
         #pragma unroll
         for (int offset = WARPS / 2; offset > 0; offset /= 2)
             value.merge(value.down(offset, WARPS));
-        if (from == 0 && position < POSITIONS) totals[position] = value;
+        if (from == 0 && position < POSITIONS) folds.totals[position] = value;
     }
     __syncthreads();
 }
@@ -93,4 +96,79 @@ template <class P> __device__ inline P reduce_parts(
         value.merge(P::read(partials, statistic * parts + part));
     reduce_lanes(value);
     return value;
+}
+
+// Writes a group's part of its statistics, folded over its threads.
+template <class P> __device__ inline void write_parts(
+    P (&values)[STATISTICS], unsigned char* shared, double* partials, const Work& work,
+    const Geometry& g, const Cut& cut
+) {
+    const Offset parts = static_cast<Offset>(cut.parts);
+    if (GROUP < THREADS) {
+        reduce_warp(values);
+        if (threadIdx.x % 32 == 0 && work.any)
+            values[0].write(partials, work.statistic * parts + work.part);
+        return;
+    }
+    auto& folds = *reinterpret_cast<Folds<P>*>(shared);
+    reduce_block(values, folds);
+    for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
+        if (work.channel + p < static_cast<Offset>(g.group))
+            folds.totals[p].write(partials, (work.statistic + p) * parts + work.part);
+    }
+}
+
+// A thread's own of the coefficients of a block.
+template <class C> __device__ inline void take(C (&mine)[STATISTICS], const C* all) {
+    #pragma unroll
+    for (int s = 0; s < STATISTICS; ++s) mine[s] = all[threadIdx.x % ACROSS * STATISTICS + s];
+}
+
+// Gives every thread the coefficients of its statistics. All lanes of a warp ask `find` for
+// those of a position; lane 0 gets them.
+template <class C, class Find> __device__ inline void distribute(
+    C (&mine)[STATISTICS], unsigned char* shared, const Work& work, const Geometry& g, Find find
+) {
+    if (GROUP < THREADS) {
+        mine[0] = find(0).from_lane_0();
+        return;
+    }
+    auto* all = reinterpret_cast<C*>(shared);
+    for (int p = threadIdx.x / 32; p < POSITIONS; p += WARPS) {
+        if (work.channel + p >= static_cast<Offset>(g.group)) break;  // the same for a warp
+        const C found = find(p);
+        if (threadIdx.x % 32 == 0) all[p] = found;
+    }
+    __syncthreads();
+    take(mine, all);
+}
+
+// Makes of the threads' values the coefficients that each of them needs. `finish` turns the
+// total of a position into coefficients; one thread of each block calls it. The blocks of a
+// cluster read each other's totals, so each waits at its end (`cluster_wait`) until all
+// have read.
+template <class P, class C, class Finish> __device__ inline void fold(
+    P (&values)[STATISTICS], C (&mine)[STATISTICS], unsigned char* shared, const Work& work,
+    const Geometry& g, Finish finish
+) {
+    if (GROUP < THREADS) {
+        reduce_warp(values);
+        C found = {};
+        if (threadIdx.x % 32 == 0 && work.any) found = finish(0, values[0]);
+        mine[0] = found.from_lane_0();
+        return;
+    }
+    auto& header = *reinterpret_cast<Header<P, C>*>(shared);
+    static_assert(GROUP < THREADS || sizeof(header) <= HEADER, "room for the header");
+    reduce_block(values, header.folds);
+    cluster_arrive();
+    cluster_wait();
+    for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
+        const P total = cluster_total(header.folds.totals, p);
+        if (work.channel + p < static_cast<Offset>(g.group))
+            header.coefficients[p] = finish(p, total);
+    }
+    cluster_arrive();
+    __syncthreads();
+    take(mine, header.coefficients);
 }

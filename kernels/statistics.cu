@@ -14,8 +14,6 @@ struct MomentsArguments {
 // part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
-    struct None {};
-    auto& header = *reinterpret_cast<Header<Moments, None>*>(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
     Moments values[STATISTICS] = {};
@@ -25,18 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) moments(con
         tile.load<false>(a.x, x);
         add_tile(values, tile, x);
     }
-    const Offset parts = static_cast<Offset>(a.cut.parts);
-    if (GROUP < THREADS) {
-        reduce_warp(values);
-        if (threadIdx.x % 32 == 0 && work.any)
-            values[0].write(a.partials, work.statistic * parts + work.part);
-        return;
-    }
-    reduce_block(values, header.partials, header.totals);
-    for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
-        if (work.channel + p < static_cast<Offset>(a.geometry.group))
-            header.totals[p].write(a.partials, (work.statistic + p) * parts + work.part);
-    }
+    write_parts(values, shared, a.partials, work, a.geometry, a.cut);
 }
 
 struct FinishMomentsArguments {

@@ -110,7 +110,6 @@ __device__ inline void transform_tile(
 // of every position.
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) transform(const TransformArguments a) {
     SHARED_MEMORY(shared);
-    auto* all = reinterpret_cast<Coefficients*>(shared);
     const Work work(a.geometry, a.cut, true);
     Cursor cursor(a.geometry, a.cut, work);
     Tile tile(cursor);
@@ -118,21 +117,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) transform(c
     tile.load<true>(a.x, x);
 
     Coefficients coefficients[STATISTICS];
-    const bool first = work.part == 0;
-    if (GROUP < THREADS) {
-        coefficients[0] =
-            find(a, work.statistic, work.channel, first && work.any).from_lane_0();
-    } else {
-        for (int p = threadIdx.x / 32; p < POSITIONS; p += WARPS) {
-            if (work.channel + p >= static_cast<Offset>(a.geometry.group)) break;
-            const Coefficients found = find(a, work.statistic + p, work.channel + p, first);
-            if (threadIdx.x % 32 == 0) all[p] = found;
-        }
-        __syncthreads();
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s)
-            coefficients[s] = all[threadIdx.x % ACROSS * STATISTICS + s];
-    }
+    distribute(coefficients, shared, work, a.geometry, [&](int p) {
+        return find(a, work.statistic + p, work.channel + p, work.part == 0 && work.any);
+    });
     for (long long n = 1; n < a.cut.tiles; ++n) {
         transform_tile(a.y, tile, x, coefficients);
         tile = Tile(cursor);
@@ -152,8 +139,6 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, 512 / THREADS) normalize(const TransformArguments a) {
     SHARED_MEMORY(shared);
-    auto& header = *reinterpret_cast<Header<Moments, Coefficients>*>(shared);
-    static_assert(GROUP < THREADS || sizeof(header) <= HEADER, "room for the header");
     Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
@@ -172,28 +157,9 @@ __launch_bounds__(THREADS, 512 / THREADS) normalize(const TransformArguments a) 
     add_tile(values, tile, x);
 
     Coefficients coefficients[STATISTICS];
-    if (GROUP < THREADS) {
-        reduce_warp(values);
-        Coefficients found = {};
-        if (threadIdx.x % 32 == 0 && work.any)
-            found = save_batch(a, work.statistic, work.channel, values[0], true);
-        coefficients[0] = found.from_lane_0();
-    } else {
-        reduce_block(values, header.partials, header.totals);
-        cluster_arrive();
-        cluster_wait();
-        for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
-            const Moments total = cluster_total(header.totals, p);
-            if (work.channel + p < static_cast<Offset>(a.geometry.group))
-                header.coefficients[p] =
-                    save_batch(a, work.statistic + p, work.channel + p, total, work.part == 0);
-        }
-        cluster_arrive();  // the totals are read; a block may leave when all are here
-        __syncthreads();
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s)
-            coefficients[s] = header.coefficients[threadIdx.x % ACROSS * STATISTICS + s];
-    }
+    fold(values, coefficients, shared, work, a.geometry, [&](int p, const Moments& total) {
+        return save_batch(a, work.statistic + p, work.channel + p, total, work.part == 0);
+    });
 
     transform_tile(a.y, tile, x, coefficients);
     Cursor again(a.geometry, a.cut, work);
@@ -202,5 +168,5 @@ __launch_bounds__(THREADS, 512 / THREADS) normalize(const TransformArguments a) 
         shelf.get(n, 0, x, 1);
         transform_tile(a.y, kept, x, coefficients);
     }
-    if (GROUP == THREADS) cluster_wait();
+    cluster_wait();
 }

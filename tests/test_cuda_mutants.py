@@ -63,20 +63,20 @@ MUTANTS = {
     ),
     "lost barrier after the coefficients": (
         "test_candidate and block",
-        "transform.cu",
-        "when all are here\n        __syncthreads();",
-        "when all are here",
+        "reduce.cuh",
+        "    cluster_arrive();\n    __syncthreads();",
+        "    cluster_arrive();",
     ),
     "lost barrier of the cluster": (
         "test_candidate and cluster",
-        "transform.cu",
-        "        cluster_arrive();\n        cluster_wait();\n",
+        "reduce.cuh",
+        "    cluster_arrive();\n    cluster_wait();\n",
         "",
     ),
     "a block of a cluster leaves early": (
         "test_candidate and cluster",
         "backward.cu",
-        "    if (GROUP == THREADS) cluster_wait();",
+        "    cluster_wait();\n",
         "",
     ),
     "divergent shuffle": (
