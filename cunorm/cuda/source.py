@@ -82,7 +82,13 @@ def launch(
     function = _functions.get(key)
     if function is None:
         function = _functions[key] = _function(file, name, options)
-    function((blocks,), (threads,), (np.frombuffer(arguments, np.uint8),), shared)
+    structure = np.frombuffer(arguments, _structure(len(arguments)))  # one, taken by value
+    function((blocks,), (threads,), (structure,), shared)
+
+
+@cache
+def _structure(size: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, size))
 
 
 def _function(file: str, name: str, options: tuple[str, ...]) -> Any:
