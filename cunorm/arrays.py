@@ -20,8 +20,8 @@ __all__ = ["Array"]
 #: An array of NumPy, CuPy or anything else that has ``__dlpack__``.
 Array: TypeAlias = Any
 
-_DLPACK_CPU = 1
-_DLPACK_CUDA = (2, 3, 13)  # device memory, pinned host memory, managed memory
+_DLPACK_CPU = (1, 3)  # plain and pinned memory
+_DLPACK_CUDA = (2, 13)  # device and managed memory
 
 Export: TypeAlias = Callable[[Any], Array]
 
@@ -133,6 +133,11 @@ def _device(names: Sequence[str], arrays: Sequence[Any]) -> Any:
         if array is None:
             continue
         device = _device_of(array)
+        if device is not None and array.data.ptr % array.itemsize:  # would be fatal to CUDA
+            raise TypeError(
+                f"{name}: expected an aligned array, got one of {array.itemsize}-byte elements "
+                f"at address {array.data.ptr:#x}"
+            )
         if first is None:
             first, expected = name, device
         elif device != expected:
@@ -173,7 +178,7 @@ def _view(name: str, value: Any) -> Any:
         if missing is not None:
             raise TypeError(f"{name}: expected an array on the CPU, got one on a GPU: {missing}")
         import cupy as module
-    elif device == _DLPACK_CPU:
+    elif device in _DLPACK_CPU:
         module = np
     else:
         raise TypeError(
@@ -265,9 +270,7 @@ def memory_order(array: Any) -> tuple[int, ...] | None:
 
 
 def _is_aligned(array: Any) -> bool:
-    if isinstance(array, np.ndarray):
-        return array.flags.aligned
-    return bool(array.data.ptr % array.itemsize == 0)
+    return not isinstance(array, np.ndarray) or array.flags.aligned  # see _device
 
 
 def is_plain(array: Any) -> bool:

@@ -217,14 +217,19 @@ def _fraction(name: str, value: Any) -> float:
     return number
 
 
-def separate(running_mean: np.ndarray | None, running_var: np.ndarray | None) -> None:
-    """The running statistics are two arrays."""
-    if running_mean is None or running_var is None:
-        return
-    if arrays.overlap(running_mean, running_var):
-        raise ValueError(
-            "running_var: expected memory apart from running_mean, got an array that overlaps it"
-        )
+def separate(
+    running_mean: np.ndarray | None, running_var: np.ndarray | None, **inputs: np.ndarray | None
+) -> None:
+    """The running statistics, which are written, lie apart from each other and from the inputs."""
+    for name, array in (("running_mean", running_mean), ("running_var", running_var)):
+        if array is None:
+            continue
+        for other, used in inputs.items():
+            if used is not None and arrays.overlap(array, used):
+                raise ValueError(
+                    f"{name}: expected memory apart from {other}, got an array that overlaps it"
+                )
+        inputs = {**inputs, name: array}
 
 
 def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel: int = 3) -> float:

@@ -47,10 +47,9 @@ struct BackwardArguments {
     Element* dx;  // may be absent
     const Accumulator *mean, *residual, *inv_std;
     Parameter weight;
-    // The sums: of `parts` parts in `partials`, or given by the caller.
-    double* partials;
-    const Accumulator *given_dy, *given_dy_xmu;
-    // What is made of them; each may be absent.
+    double* partials;                            // sums of `parts` parts
+    const Accumulator *given_dy, *given_dy_xmu;  // sums that are known
+    // What is made of the sums; each may be absent.
     Accumulator *sum_dy, *sum_dy_xmu;
     Parameter dweight, dbias;
     double count;        // n, on all ranks
@@ -72,7 +71,7 @@ __device__ inline double residual_of(const BackwardArguments& a, Offset statisti
 __device__ inline Sums save(
     const BackwardArguments& a, Offset statistic, Offset channel, Sums total, bool first
 ) {
-    total.dy_xmu -= residual_of(a, statistic) * total.dy;
+    total.dy_xmu -= times_residual(residual_of(a, statistic), total.dy);
     if (first) {
         if (a.sum_dy != nullptr) write(a.sum_dy + statistic, static_cast<Accumulator>(total.dy));
         if (a.sum_dy_xmu != nullptr)
@@ -92,7 +91,7 @@ __device__ inline Coefficients combine(
     double slope = 0.0, offset = 0.0;
     if (a.training) {
         slope = -(scale * r) * (sums.dy_xmu * r / a.count);  // in this order nothing overflows
-        offset = -scale * (sums.dy / a.count) - residual_of(a, statistic) * slope;
+        offset = -scale * (sums.dy / a.count) - times_residual(residual_of(a, statistic), slope);
     }
     return {mean_of(a, statistic), static_cast<Accumulator>(scale),
             static_cast<Accumulator>(slope), static_cast<Accumulator>(offset)};
@@ -179,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) reduce(cons
 // The sums of every statistic, and the parameters' gradients, from the parts: one warp for
 // each statistic.
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_sums(const BackwardArguments a) {
-    const Offset statistic = blockIdx.x * WARPS + threadIdx.x / 32;
+    const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (statistic >= static_cast<Offset>(a.geometry.batch * a.geometry.group)) return;
     const Sums total =
         reduce_parts<Sums>(a.partials, statistic, static_cast<Offset>(a.cut.parts));
@@ -187,24 +186,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_sums
         save(a, statistic, statistic % static_cast<Offset>(a.geometry.group), total, true);
 }
 
-// Coefficients of a statistic, asked for by all lanes of a warp: lane 0 holds the result.
-__device__ inline Coefficients find(
-    const BackwardArguments& a, Offset statistic, Offset channel, bool first
-) {
-    Sums sums = {};
-    if (a.partials != nullptr)
-        sums = reduce_parts<Sums>(a.partials, statistic, static_cast<Offset>(a.cut.parts));
-    if (threadIdx.x % 32 != 0) return {};
-    if (a.partials != nullptr) sums = save(a, statistic, channel, sums, first);
-    else sums = {read(a.given_dy + statistic), read(a.given_dy_xmu + statistic)};
-    return combine(a, statistic, channel, sums);
-}
-
-// dx from sums that are known, at least in parts.
+// dx from sums that are known.
 //
 // A group of threads takes one part of its statistics, as in `reduce`, but in reverse
 // order of the groups: what that sweep read last is nearest. The first tile is under way
-// while the sums are put together. Shared memory: the coefficients of every position.
+// while the coefficients are made. Shared memory: those of every position.
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);
@@ -216,7 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) input_gradi
 
     Coefficients coefficients[STATISTICS];
     distribute(coefficients, shared, work, a.geometry, [&](int p) {
-        return find(a, work.statistic + p, work.channel + p, work.part == 0 && work.any);
+        const Offset statistic = work.statistic + p;
+        return combine(a, statistic, work.channel + p,
+                       {read(a.given_dy + statistic), read(a.given_dy_xmu + statistic)});
     });
     for (long long n = 1; n < a.cut.tiles; ++n) {
         gradient_tile(a, tile, dy, x, coefficients);

@@ -124,21 +124,18 @@ template <class C> __device__ inline void take(C (&mine)[STATISTICS], const C* a
     for (int s = 0; s < STATISTICS; ++s) mine[s] = all[threadIdx.x % ACROSS * STATISTICS + s];
 }
 
-// Gives every thread the coefficients of its statistics. All lanes of a warp ask `find` for
-// those of a position; lane 0 gets them.
+// Gives every thread the coefficients of its statistics; `find` makes those of a position,
+// called by one thread of each group.
 template <class C, class Find> __device__ inline void distribute(
     C (&mine)[STATISTICS], unsigned char* shared, const Work& work, const Geometry& g, Find find
 ) {
     if (GROUP < THREADS) {
-        mine[0] = find(0).from_lane_0();
+        mine[0] = (threadIdx.x % 32 == 0 ? find(0) : C{}).from_lane_0();
         return;
     }
     auto* all = reinterpret_cast<C*>(shared);
-    for (int p = threadIdx.x / 32; p < POSITIONS; p += WARPS) {
-        if (work.channel + p >= static_cast<Offset>(g.group)) break;  // the same for a warp
-        const C found = find(p);
-        if (threadIdx.x % 32 == 0) all[p] = found;
-    }
+    for (int p = threadIdx.x; p < POSITIONS; p += THREADS)
+        if (work.channel + p < static_cast<Offset>(g.group)) all[p] = find(p);
     __syncthreads();
     take(mine, all);
 }

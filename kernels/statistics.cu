@@ -37,7 +37,7 @@ struct FinishMomentsArguments {
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_moments(
     const FinishMomentsArguments a
 ) {
-    const Offset statistic = blockIdx.x * WARPS + threadIdx.x / 32;
+    const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (statistic >= static_cast<Offset>(a.statistics)) return;
     const Moments total =
         reduce_parts<Moments>(a.partials, statistic, static_cast<Offset>(a.parts));

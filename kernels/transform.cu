@@ -14,11 +14,10 @@ struct Coefficients {
 struct TransformArguments {
     const Element* x;
     Element* y;
-    // Where the statistics come from: given ones, or running statistics, or moments of
-    // `parts` parts in global memory. The last two are saved in `statistics`, whose rows
-    // are mean, inv_std and residual (what rounding took from the mean).
-    const Accumulator *mean, *residual, *inv_std;
-    const double* partials;
+    const Accumulator *mean, *residual, *inv_std;  // given ones, unless running ones are used
+    const double* partials;                        // moments of `parts` parts
+    // What was used, if it was not given: rows mean, inv_std, residual (what rounding took
+    // from the mean).
     Accumulator* statistics;
     Parameter weight, bias, running_mean, running_var;
     double eps, scale, factor;  // scale: of the batch's biased variance when it is blended
@@ -31,7 +30,7 @@ __device__ inline Coefficients combine(
     const TransformArguments& a, Offset channel, Accumulator mean, double residual, double inv_std
 ) {
     const double scale = inv_std * a.weight.get(channel, 1.0);
-    const double shift = a.bias.get(channel, 0.0) - residual * scale;
+    const double shift = a.bias.get(channel, 0.0) - times_residual(residual, scale);
     return {mean, static_cast<Accumulator>(scale), static_cast<Accumulator>(shift)};
 }
 
@@ -44,7 +43,7 @@ __device__ inline Coefficients save(
     const Accumulator rounded = static_cast<Accumulator>(mean);
     const Accumulator inv_std = static_cast<Accumulator>(1.0 / sqrt(var + a.eps));
     const Accumulator residual =
-        is_finite(mean) ? static_cast<Accumulator>(mean - static_cast<double>(rounded)) : 0;
+        is_finite(rounded) ? static_cast<Accumulator>(mean - static_cast<double>(rounded)) : 0;
     if (first) {
         const Offset row = static_cast<Offset>(a.geometry.batch * a.geometry.group);
         write(a.statistics + statistic, rounded);
@@ -67,23 +66,29 @@ __device__ inline Coefficients save_batch(
     return save(a, statistic, channel, total.mean, var, first);
 }
 
-// Coefficients of a statistic, asked for by all lanes of a warp: lane 0 holds the result.
+// Coefficients of a statistic that is known.
 __device__ inline Coefficients find(
     const TransformArguments& a, Offset statistic, Offset channel, bool first
 ) {
-    const bool leads = threadIdx.x % 32 == 0;
-    if (a.partials != nullptr) {
-        const Moments total =
-            reduce_parts<Moments>(a.partials, statistic, static_cast<Offset>(a.cut.parts));
-        return leads ? save_batch(a, statistic, channel, total, first) : Coefficients{};
-    }
-    if (!leads) return {};
     if (a.running_var.data != nullptr)
         return save(a, statistic, channel, a.running_mean.get(channel, 0.0),
                     a.running_var.get(channel, 0.0), first);
     return combine(a, channel, a.mean == nullptr ? Accumulator(0) : read(a.mean + statistic),
                    a.residual == nullptr ? 0.0 : read(a.residual + statistic),
                    read(a.inv_std + statistic));
+}
+
+// Statistics from the moments of their parts: one warp for each. Saves them and takes them
+// into the running statistics.
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_statistics(
+    const TransformArguments a
+) {
+    const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
+    const Offset group = static_cast<Offset>(a.geometry.group);
+    if (statistic >= static_cast<Offset>(a.geometry.batch) * group) return;
+    const Moments total =
+        reduce_parts<Moments>(a.partials, statistic, static_cast<Offset>(a.cut.parts));
+    if (threadIdx.x % 32 == 0) save_batch(a, statistic, statistic % group, total, true);
 }
 
 __device__ inline void transform_tile(
@@ -102,12 +107,11 @@ __device__ inline void transform_tile(
     }
 }
 
-// Transform with statistics that are known, at least in parts.
+// Transform with statistics that are known.
 //
 // A group of threads takes one part of its statistics, as in `moments`, but in reverse
 // order of the groups: what the sweep for the statistics read last is nearest. The first
-// tile is under way while the statistics are put together. Shared memory: the coefficients
-// of every position.
+// tile is under way while the coefficients are made. Shared memory: those of every position.
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) transform(const TransformArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);

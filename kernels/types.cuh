@@ -76,7 +76,12 @@ __device__ inline bool is_finite(double value) {
     return value - value == 0.0;
 }
 
-// The two numbers below stand on the host side in the same order.
+// What rounding took from a mean, times a factor; 0 where that is nothing, also for inf.
+__device__ inline double times_residual(double residual, double factor) {
+    return residual != 0.0 ? residual * factor : 0.0;
+}
+
+// The two structures below stand on the host side in the same order.
 struct Geometry {
     long long batch, outer, group, inner;
 };

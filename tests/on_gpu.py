@@ -7,6 +7,7 @@ gaps and orders of axes are the same there, and are copied back when the call is
 from __future__ import annotations
 
 import ctypes
+import os
 
 import numpy as np
 
@@ -34,7 +35,10 @@ class Uploaded:
         if first not in self._memory:
             size = max(1, end - first)
             host = np.frombuffer((ctypes.c_uint8 * size).from_address(first), np.uint8)
-            self._memory[first] = host, self.xp.asarray(host), owner.flags.writeable, owner
+            # At the same distance from a 16-byte boundary.
+            gpu = self.xp.empty(size + 16, np.uint8)[first % 16 :][:size]
+            gpu[...] = self.xp.asarray(host)
+            self._memory[first] = host, gpu, owner.flags.writeable, owner
         _, gpu, _, _ = self._memory[first]
         offset = array.__array_interface__["data"][0] - first
         return self.xp.ndarray(array.shape, array.dtype, gpu.data + offset, array.strides)
@@ -58,6 +62,8 @@ def install(monkeypatch):
     """Make NumPy arrays compute on the current GPU."""
     import cupy
 
+    if os.environ.get("CUNORM_TEST_WITHOUT_POOL"):
+        cupy.cuda.set_allocator(None)
     original = arrays.adopt
 
     def adopt(names, *values):

@@ -37,10 +37,12 @@ COLUMNS = [
 
 
 @pytest.fixture
-def force(monkeypatch):
+def force(monkeypatch, backend):
     """Have a candidate chosen, with small blocks, so that little data makes many tiles."""
 
     def force(name, wide=False):
+        if backend == "gpu" and "cluster" in name and source.device().compute_capability < 90:
+            pytest.skip("this GPU has no clusters")
         candidate = (getattr(launch, f"_{name}"),)
         monkeypatch.setattr(launch, "CANDIDATES", candidate)
         if name == "stream":
@@ -316,4 +318,4 @@ def test_every_kernel_has_been_executed(request, on_backend):
     for path in source.folder().glob("*.cu"):
         names |= set(re.findall(r"\b(\w+)\(\s*const \w+ a\s*\) \{", path.read_text()))
     assert names == set(on_backend.launched)
-    assert len(names) == 9
+    assert len(names) == 10

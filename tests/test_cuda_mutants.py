@@ -118,7 +118,7 @@ MUTANTS = {
     "residual of the mean forgotten": (
         "mean_much_larger",
         "transform.cu",
-        " - residual * scale;",
+        " - times_residual(residual, scale);",
         ";",
     ),
     "coefficients of another lane": (

@@ -147,8 +147,10 @@ def test_arrays_on_different_devices(driver):
     """Named in the error, whatever else is wrong."""
 
     class NdArray:
-        def __init__(self, device):
-            self.data = types.SimpleNamespace(device_id=device)
+        itemsize = 4
+
+        def __init__(self, device, ptr=256):
+            self.data = types.SimpleNamespace(device_id=device, ptr=ptr)
 
     driver.ndarray = NdArray
     with pytest.raises(TypeError, match="b: expected an array on the device of a, GPU 0, got one "
@@ -158,6 +160,8 @@ def test_arrays_on_different_devices(driver):
         arrays.adopt(("x", "none", "weight"), NdArray(0), None, np.ones(3))
     with pytest.raises(TypeError, match=r"weight: .* of x, the CPU, got one on GPU 2"):
         arrays.adopt(("x", "weight"), np.ones(3), NdArray(2))
+    with pytest.raises(TypeError, match=r"b: expected an aligned array, .* address 0x102"):
+        arrays.adopt(("a", "b"), NdArray(0), NdArray(0, 258))
     entered = []
 
     class Device:

@@ -183,6 +183,18 @@ def test_overlapping_out(state):
     cunorm.batch_norm_forward(pairs[..., 0], out=pairs[..., 1])
 
 
+def test_running_statistics_apart(state):
+    """They are written while other threads may still read what lies in the same memory."""
+    for running, other in [
+        ("running_var", "running_mean"), ("running_mean", "weight"), ("running_var", "bias"),
+    ]:  # fmt: skip
+        shared = getattr(state, other)
+        with pytest.raises(ValueError, match=f"{running}: expected memory apart from {other}"):
+            state.forward(**{running: shared})
+        if other != "running_mean":  # inference only reads
+            state.forward(**{running: shared}, training=False, out=None)
+
+
 def test_one_value_per_channel(state):
     for shape in [(1, 4), (1, 4, 1, 1)]:
         x = np.ones(shape, np.float32)

@@ -125,3 +125,8 @@ def test_left_alone(rng):
     cunorm.update_running_statistics(mean, var, np.ones(3), np.ones(3), 0)
     np.testing.assert_array_equal(mean, kept[0])
     np.testing.assert_array_equal(var, kept[1])
+
+
+def test_update_without_channels():
+    nothing = np.zeros(0, np.float32)
+    cunorm.update_running_statistics(nothing.copy(), nothing.copy(), nothing, nothing, 5)

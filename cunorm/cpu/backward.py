@@ -40,7 +40,7 @@ from .pieces import (
     spread,
 )
 from .plan import Columns, Segments, plan, stays_near
-from .statistics import NONE, parameter
+from .statistics import NONE, parameter, residual_times
 from .threads import get_num_threads, run
 from .transform import STREAMING_BYTES, columns_transform, segments_transform, transform
 
@@ -56,19 +56,14 @@ def _coefficients(x, statistic, g, residual, inv_std, weight, sum_dy, sum_dy_xmu
     r = np.float64(load(inv_std, statistic))
     scale = r * np.float64(load(weight, g)) if weight.size else r
     slope = -(scale * r) * (sum_dy_xmu * r / count)  # in this order nothing overflows
-    offset = -scale * (sum_dy / count) - _residual(residual, statistic) * slope
+    offset = -scale * (sum_dy / count) - residual_times(residual, statistic, slope)
     return as_accumulator(x, scale), as_accumulator(x, slope), as_accumulator(x, offset)
-
-
-@device_function
-def _residual(residual, statistic):
-    return np.float64(load(residual, statistic)) if residual.size else 0.0
 
 
 @strict_function
 def _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
     """Write a channel's sums, the second one about the mean before rounding."""
-    total_dy_xmu -= _residual(residual, statistic) * total_dy
+    total_dy_xmu -= residual_times(residual, statistic, total_dy)
     store(sum_dy, statistic, as_accumulator(sum_dy, total_dy))
     store(sum_dy_xmu, statistic, as_accumulator(sum_dy, total_dy_xmu))
 

@@ -54,6 +54,13 @@ def parameter(array, dtype):
         return np.ascontiguousarray(array, dtype)
 
 
+@strict_function
+def residual_times(residual, statistic, factor):
+    """What rounding took from a mean, times a factor; 0 where that is nothing, also for inf."""
+    value = np.float64(load_scratch(residual, statistic)) if residual.size else 0.0
+    return value * factor if value != 0.0 else 0.0
+
+
 @device_function
 def _pivot(x, i):
     """An element to measure the others from; an infinite one would make every sum NaN."""

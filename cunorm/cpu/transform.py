@@ -45,6 +45,7 @@ from .statistics import (
     merge_parts,
     parameter,
     partial_moments,
+    residual_times,
     segments_part,
     update_running,
 )
@@ -67,8 +68,7 @@ def _coefficients(x, statistic, g, residual, inv_std, weight, bias):
     if weight.size:
         scale *= np.float64(load(weight, g))
     shift = np.float64(load(bias, g)) if bias.size else 0.0
-    if residual.size:
-        shift -= np.float64(load_scratch(residual, statistic)) * scale
+    shift -= residual_times(residual, statistic, scale)
     return as_accumulator(x, scale), as_accumulator(x, shift)
 
 

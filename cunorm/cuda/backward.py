@@ -23,15 +23,14 @@ _ARGUMENTS = struct.Struct("=6QQq5QQqQqdq")
 
 
 def _arguments(
-    dy, x, mean, *, dx=0, residual=None, inv_std=None, weight=None, partials=0, given_dy=None,
-    given_dy_xmu=None, sum_dy=None, sum_dy_xmu=None, dweight=None, dbias=None, count=0,
-    training=True,
+    dy, x, mean, *, dx=0, residual=None, inv_std=None, weight=None, partials=0,
+    given=(0, 0), sums=(0, 0), dweight=None, dbias=None, count=0, training=True,
 ) -> bytes:  # fmt: skip
+    """`given` and `sums`: addresses of sum_dy and sum_dy_xmu to read and to write."""
     return _ARGUMENTS.pack(
         source.pointer(dy), source.pointer(x), dx,
         address(mean), address(residual), address(inv_std), *parameter(weight),
-        partials, address(given_dy), address(given_dy_xmu), address(sum_dy), address(sum_dy_xmu),
-        *parameter(dweight), *parameter(dbias), count, training,
+        partials, *given, *sums, *parameter(dweight), *parameter(dbias), count, training,
     )  # fmt: skip
 
 
@@ -42,20 +41,24 @@ def _finish(plan: launch.LaunchPlan, geometry: Geometry, arguments: bytes) -> No
     )  # fmt: skip
 
 
-def _partials(plan: launch.LaunchPlan, geometry: Geometry):
-    xp = source.array_module()
-    return xp.empty((geometry.statistics, plan.parts, PARTIAL_SUMS), "float64")
+def _workspace(plan: launch.LaunchPlan, geometry: Geometry):
+    """Memory for partial sums and, behind them, for both sums; with the addresses of all three."""
+    number = geometry.statistics
+    space = source.array_module().empty((PARTIAL_SUMS * plan.parts + 2, number), "float64")
+    place = source.pointer(space)
+    sums = place + PARTIAL_SUMS * plan.parts * number * 8
+    return space, place, (sums, sums + number * 8)
 
 
 def reduce(dy, x, mean, residual, geometry: Geometry):
     """Sums of dy and dy * (x - (mean + residual)) over every channel, in the accumulator type."""
     lie = launch.alignment(source.pointer(dy), source.pointer(x))
     plan = launch.sweep(geometry, x.dtype, 2, lie, source.device())
-    partials = _partials(plan, geometry)
+    _space, partials, _ = _workspace(plan, geometry)
     sum_dy, sum_dy_xmu = source.array_module().empty((2, geometry.statistics), mean.dtype)
     arguments = _arguments(
-        dy, x, mean, residual=residual, partials=source.pointer(partials),
-        sum_dy=sum_dy, sum_dy_xmu=sum_dy_xmu,
+        dy, x, mean, residual=residual, partials=partials,
+        sums=(source.pointer(sum_dy), source.pointer(sum_dy_xmu)),
     )  # fmt: skip
     launch_cut("backward.cu", "reduce", plan, arguments)
     _finish(plan, geometry, arguments)
@@ -72,7 +75,7 @@ def input_gradient(
     plan = launch.sweep(geometry, x.dtype, 2, lie, source.device())
     arguments = _arguments(
         dy, x, mean, dx=target, residual=residual, inv_std=inv_std, weight=weight,
-        given_dy=sum_dy, given_dy_xmu=sum_dy_xmu, count=count,
+        given=(source.pointer(sum_dy), source.pointer(sum_dy_xmu)), count=count,
     )  # fmt: skip
     launch_cut("backward.cu", "input_gradient", plan, arguments)
 
@@ -90,19 +93,20 @@ def backward(
     # A missing output counts as 16-byte aligned, as fresh ones are.
     lie = launch.alignment(source.pointer(dy), source.pointer(x), target)
     plan = launch.plan(geometry, x.dtype, 2, lie, source.device())
-    partials = None if plan.resident else _partials(plan, geometry)
+    _space, partials, sums = (None, 0, (0, 0)) if plan.resident else _workspace(plan, geometry)
     arguments = _arguments(
         dy, x, mean, dx=target, residual=residual, inv_std=inv_std, weight=weight,
-        partials=address(partials), dweight=dweight, dbias=dbias, count=geometry.count,
-        training=training,
+        partials=partials, given=sums, sums=sums, dweight=dweight, dbias=dbias,
+        count=geometry.count, training=training,
     )  # fmt: skip
     if plan.resident:
         launch_cut("backward.cu", "backward", plan, arguments)
         return
     launch_cut("backward.cu", "reduce", plan, arguments)
-    if out is not None and training:
-        launch_cut("backward.cu", "input_gradient", plan, arguments)
-        return
     _finish(plan, geometry, arguments)
-    if out is not None:
+    if out is None:
+        return
+    if training:
+        launch_cut("backward.cu", "input_gradient", plan, arguments)
+    else:
         transform(dy, None, None, inv_std, weight, None, geometry, out)

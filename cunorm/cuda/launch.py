@@ -24,11 +24,10 @@ from ..geometry import Geometry
 
 __all__ = ["Alignment", "Device", "LaunchPlan", "alignment", "candidates", "plan", "sweep"]
 
-# A thread keeps 4 accesses of 16 bytes of each input in flight, or 8 narrow ones: with
-# 1024 threads a multiprocessor that is 64 KiB, twice what the latency of the memory of
-# an H200 (4.8 TB/s, 0.7 us, 132 multiprocessors) asks for.
-_WIDE_TILE = 4
-_NARROW_TILE = 8
+# Accesses that a thread has in flight for each input, by their bytes. Of 16 bytes, 4 make
+# 32 KiB with 512 threads a multiprocessor; the latency of the memory of an H200 (4.8 TB/s,
+# 0.7 us, 132 multiprocessors) asks for 25 KiB. More narrow ones cost too many registers.
+_TILES = {16: 4, 8: 4, 4: 8, 2: 16}
 
 # Whole warps of a block. Kernels take up to 128 registers a thread, so a multiprocessor
 # (65536 registers) holds 512 threads of any: in two blocks, or in one that has all of its
@@ -67,8 +66,8 @@ _COEFFICIENT_BYTES = 32
 
 _MOST_BLOCKS = 2**31 - 1
 
-# Elements from which on offsets take 64 bits. Below, signed 32-bit numbers hold all of
-# them, and the steps of a block's threads beyond the end.
+# Elements, or numbers of partial results, from which on offsets take 64 bits. Below, signed
+# 32-bit numbers hold all of them, and the steps of a block's threads beyond the end.
 _WIDE_FROM = 2**31 - 2**24
 
 
@@ -172,12 +171,11 @@ def _canonical(geometry: Geometry) -> Geometry:
 
 
 def _tile(p: _Problem) -> int:
-    if p.access.width * p.itemsize < 8:
-        return _NARROW_TILE
+    tile = _TILES[p.access.width * p.itemsize]
     # More of 8 elements would take more than 128 registers, for two inputs or where each
     # of the elements has statistics of its own.
     many = p.access.width == 8 and (p.operands == 2 or p.geometry.inner == 1)
-    return _WIDE_TILE // 2 if many else _WIDE_TILE
+    return tile // 2 if many else tile
 
 
 def _built(
@@ -196,7 +194,7 @@ def _built(
         header = _ceil_div(header, 16) * 16
     kept = (tiles - 1) * tile * threads * width * p.itemsize * p.operands if resident else 0
     groups = batch * _ceil_div(number, positions) if columns else batch * number
-    wide = p.geometry.size >= _WIDE_FROM
+    wide = max(p.geometry.size, 3 * p.geometry.statistics * parts) >= _WIDE_FROM
     options = {
         f"ELEMENT_{p.element.upper()}": 1,
         "WIDE": int(wide),
@@ -294,9 +292,11 @@ def _whole_block(p: _Problem) -> LaunchPlan | str:
 def _of_clusters(p: _Problem, name: str, alone: bool) -> LaunchPlan | str:
     if p.device.compute_capability < 90:
         return "clusters need compute capability 9.0"
-    refusal = ""
+    refusal = "a cluster needs two multiprocessors"
     for row_bytes in (_ROW_BYTES, _LEAST_ROW_BYTES):
         for cluster in _CLUSTERS:
+            if cluster > p.device.multiprocessors:
+                break
             built = _resident(p, name, cluster, row_bytes, alone)
             if isinstance(built, LaunchPlan):
                 return built

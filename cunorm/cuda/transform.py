@@ -15,6 +15,7 @@ from .statistics import (
     PARTIAL_MOMENTS,
     address,
     dense,
+    launch_channels,
     launch_cut,
     parameter,
     partial_moments,
@@ -82,23 +83,29 @@ def normalize(
     plan = launch.plan(geometry, x.dtype, 1, lie, source.device())
     dtype = statistics_dtype(x.dtype)
     number = geometry.statistics
-    xp = source.array_module()
-    partials = 0
-    if plan.resident:
-        statistics = xp.empty((3, number), dtype)
-    else:
-        # The partial results follow in the same allocation, a multiple of 8 bytes on.
-        rows = PARTIAL_MOMENTS * plan.parts * (8 // dtype.itemsize)
-        statistics = xp.empty((4 + rows, number), dtype)
-        partials = source.pointer(statistics) + 4 * number * dtype.itemsize
-        partial_moments(x, partials, plan)
     mean, var = dense(running_mean), dense(running_var)
+    # Mean, inv_std and residual; partial results follow, a multiple of 8 bytes on.
+    rows = 3 if plan.resident else 4 + PARTIAL_MOMENTS * plan.parts * (8 // dtype.itemsize)
+    statistics = source.array_module().empty((rows, number), dtype)
+    place, row = source.pointer(statistics), number * dtype.itemsize
     arguments = _ARGUMENTS.pack(
-        source_place, target, 0, 0, 0, partials, source.pointer(statistics),
+        source_place, target, 0, 0, 0, place + 4 * row, place,
         *parameter(weight), *parameter(bias), *parameter(mean), *parameter(var),
         eps, scale, factor,
     )  # fmt: skip
-    launch_cut("transform.cu", "normalize" if plan.resident else "transform", plan, arguments)
+    if plan.resident:
+        launch_cut("transform.cu", "normalize", plan, arguments)
+    else:
+        partial_moments(x, place + 4 * row, plan)
+        launch_channels(
+            "transform.cu", "finish_statistics", plan, plan.threads // 32, number,
+            arguments + plan.packed,
+        )  # fmt: skip
+        arguments = _ARGUMENTS.pack(
+            source_place, target, place, place + 2 * row, place + row, 0, 0,
+            *parameter(weight), *parameter(bias), *_NO_PARAMETER, *_NO_PARAMETER, 0.0, 0.0, 0.0,
+        )  # fmt: skip
+        launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)
     put_back(running_var, var)
     return statistics

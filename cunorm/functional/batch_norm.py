@@ -156,9 +156,9 @@ def batch_norm_forward(
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
     training = checks.flag("training", training)
-    checks.separate(running_mean, running_var)
     scale = 1.0
     if training:
+        checks.separate(running_mean, running_var, x=x, weight=weight, bias=bias)
         checks.writable("running_mean", running_mean)
         checks.writable("running_var", running_var)
         if x.size > 0:
@@ -595,7 +595,7 @@ def update_running_statistics(
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     correction = checks.not_negative("correction", correction)
     count = checks.number_of_values("count", count, 0)
-    if count == 0:
+    if count == 0 or number == 0:
         return
     if running_var is not None:
         checks.correctable(count, correction)

@@ -24,10 +24,10 @@ from cunorm.cuda.launch import Device
 HERE = Path(__file__).parent
 CACHE = HERE.parent.parent / ".cache" / "harness"
 
-#: An H200 with 4 multiprocessors, so that little data is enough to keep it busy.
+#: An H200 with 8 multiprocessors, so that little data is enough to keep it busy.
 DEVICE = Device(
     compute_capability=90,
-    multiprocessors=4,
+    multiprocessors=8,
     shared_per_block=227 << 10,
     shared_per_multiprocessor=228 << 10,
 )
