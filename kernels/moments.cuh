@@ -1,18 +1,20 @@
 // Count, mean and centred sum of squares.
 //
-// A tile is taken in registers, twice: for its mean, about a pivot from its own data so
-// that a large common offset costs no digits, and for the sums of (x - mean) and of its
-// square, the first of which corrects what the rounding of the mean left over. Tiles are
-// merged in float64. (Chan, Golub and LeVeque, "Algorithms for computing the sample
-// variance", 1983, equations 1.7 and 2.1.) A constant channel has exactly its value as
-// mean and exactly zero as sum of squares.
+// A thread takes its tiles in chunks of CHUNK. The mean of the first tile, taken about one of
+// its own elements, is the center of the chunk; the sums of (x - center) and of its square
+// are taken in the accumulator type, and the first corrects the second. Chunks are merged in
+// float64. (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983,
+// equations 1.7 and 2.1.) A large common offset costs no digits, and nor does an outlier:
+// since the center is the mean of one part in CHUNK of the chunk, the sum of squares about it
+// is at most 1 + CHUNK times that about the chunk's mean. A constant channel has exactly its
+// value as mean and exactly zero as sum of squares.
 #pragma once
 
 #include "reduce.cuh"
 
 struct Moments {
     double mean, m2;
-    Accumulator count;  // a weight; exact up to 2^24 in float32
+    Accumulator count;
 
     static constexpr int NUMBERS = 3;
 
@@ -48,64 +50,108 @@ struct Moments {
     }
 };
 
+// Tiles of a chunk: 16 elements of a statistic at least, 256 at most.
+constexpr int CHUNK = 8;
+
 // Elements of a tile that belong to a thread's statistic `s`: all lanes of runs, lane `s`
 // of columns.
 constexpr int LANES = COLUMNS ? 1 : WIDTH;
 
-template <bool WHOLE> __device__ inline void add_tile(
-    Moments& moments, int s, const Tile& tile, const Vector (&x)[TILE]
-) {
-    Accumulator count = TILE * LANES;
-    if (!WHOLE) {
-        count = 0;
+// Moments of the elements that a thread has seen. All of its statistics have as many.
+class Accumulation {
+  public:
+    __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
+        if (tile.whole()) add<true>(tile, x);
+        else add<false>(tile, x);
+        if (++tiles == CHUNK) finish();
+    }
+
+    // The moments, once all has been added.
+    __device__ void finish(Moments (&moments)[STATISTICS]) {
+        finish();
         #pragma unroll
-        for (int i = 0; i < TILE; ++i)
+        for (int s = 0; s < STATISTICS; ++s) moments[s] = {mean[s], m2[s], seen};
+    }
+
+  private:
+    double mean[STATISTICS] = {}, m2[STATISTICS] = {};
+    Accumulator seen = 0;  // a weight; exact up to 2^24 in float32
+    // Of the chunk.
+    Accumulator center[STATISTICS], sum[STATISTICS], squares[STATISTICS];
+    Accumulator count = 0;
+    int tiles = 0;
+
+    template <bool WHOLE> __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
+        Accumulator number = TILE * LANES;
+        if (!WHOLE) {
+            number = 0;
             #pragma unroll
-            for (int l = 0; l < LANES; ++l) count += tile.access[i].has(s + l) ? 1 : 0;
-        if (count == 0) return;
-    }
-    Accumulator pivot = widen(x[0].lane[s]);
-    if (!is_finite(pivot)) pivot = 0;
-    Accumulator total = 0;
-    #pragma unroll
-    for (int i = 0; i < TILE; ++i) {
-        Accumulator sum = 0;
-        #pragma unroll
-        for (int l = 0; l < LANES; ++l)
-            if (WHOLE || tile.access[i].has(s + l)) sum += widen(x[i].lane[s + l]) - pivot;
-        total += sum;
-    }
-    const Accumulator center = pivot + total / count;
-    Accumulator rest = 0, squares = 0;
-    #pragma unroll
-    for (int i = 0; i < TILE; ++i) {
-        Accumulator sum = 0, square = 0;
-        #pragma unroll
-        for (int l = 0; l < LANES; ++l) {
-            if (WHOLE || tile.access[i].has(s + l)) {
-                const Accumulator deviation = widen(x[i].lane[s + l]) - center;
-                sum += deviation;
-                square += deviation * deviation;
+            for (int i = 0; i < TILE; ++i)
+                #pragma unroll
+                for (int l = 0; l < LANES; ++l) number += tile.access[i].has(l) ? 1 : 0;
+            if (number == 0) return;
+        }
+        if (tiles == 0) {
+            #pragma unroll
+            for (int s = 0; s < STATISTICS; ++s) {
+                Accumulator pivot = widen(x[0].lane[s]);
+                if (!is_finite(pivot)) pivot = 0;
+                center[s] = pivot + total<WHOLE>(tile, x, s, pivot) / number;
+                sum[s] = squares[s] = 0;
             }
         }
-        rest += sum;
-        squares += square;
+        count += number;
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) {
+            #pragma unroll
+            for (int i = 0; i < TILE; ++i) {
+                Accumulator of_vector = 0, squares_of_vector = 0;
+                #pragma unroll
+                for (int l = 0; l < LANES; ++l) {
+                    if (WHOLE || tile.access[i].has(l)) {
+                        const Accumulator deviation = widen(x[i].lane[s + l]) - center[s];
+                        of_vector += deviation;
+                        squares_of_vector += deviation * deviation;
+                    }
+                }
+                sum[s] += of_vector;
+                squares[s] += squares_of_vector;
+            }
+        }
     }
-    const Accumulator correction = rest / count;
-    const Accumulator m2 = squares - rest * correction;
-    const double middle = center;
-    moments.merge({is_finite(middle) ? middle + static_cast<double>(correction) : middle,
-                   static_cast<double>(m2 < 0 ? 0 : m2), count});  // NaN stays NaN
-}
 
-__device__ inline void add_tile(
-    Moments (&moments)[STATISTICS], const Tile& tile, const Vector (&x)[TILE]
-) {
-    if (tile.whole()) {
+    template <bool WHOLE> __device__ static Accumulator total(
+        const Tile& tile, const Vector (&x)[TILE], int s, Accumulator pivot
+    ) {
+        Accumulator result = 0;
         #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) add_tile<true>(moments[s], s, tile, x);
-    } else {
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) add_tile<false>(moments[s], s, tile, x);
+        for (int i = 0; i < TILE; ++i) {
+            Accumulator of_vector = 0;
+            #pragma unroll
+            for (int l = 0; l < LANES; ++l)
+                if (WHOLE || tile.access[i].has(l)) of_vector += widen(x[i].lane[s + l]) - pivot;
+            result += of_vector;
+        }
+        return result;
     }
-}
+
+    // Ends the chunk.
+    __device__ void finish() {
+        tiles = 0;
+        if (count == 0) return;
+        const Accumulator reciprocal = 1 / count;
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) {
+            const Accumulator correction = sum[s] * reciprocal;
+            const Accumulator rest = squares[s] - sum[s] * correction;
+            const double middle = center[s];
+            Moments all{mean[s], m2[s], seen};
+            all.merge({is_finite(middle) ? middle + static_cast<double>(correction) : middle,
+                       static_cast<double>(rest < 0 ? 0 : rest), count});  // NaN stays NaN
+            mean[s] = all.mean;
+            m2[s] = all.m2;
+        }
+        seen += count;
+        count = 0;
+    }
+};

@@ -16,13 +16,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) moments(con
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
-    Moments values[STATISTICS] = {};
+    Accumulation accumulation;
     for (long long n = 0; n < a.cut.tiles; ++n) {
         const Tile tile(cursor);
         Vector x[TILE];
         tile.load<false>(a.x, x);
-        add_tile(values, tile, x);
+        accumulation.add(tile, x);
     }
+    Moments values[STATISTICS];
+    accumulation.finish(values);
     write_parts(values, shared, a.partials, work, a.geometry, a.cut);
 }
 

@@ -148,17 +148,19 @@ __launch_bounds__(THREADS, 512 / THREADS) normalize(const TransformArguments a) 
     const int last = static_cast<int>(a.cut.tiles) - 1;
 
     Cursor cursor(a.geometry, a.cut, work);
-    Moments values[STATISTICS] = {};
+    Accumulation accumulation;
     Vector x[TILE];
     for (int n = 0; n < last; ++n) {
         const Tile tile(cursor);
         tile.load<true>(a.x, x);
-        add_tile(values, tile, x);
+        accumulation.add(tile, x);
         shelf.put(n, 0, x, 1);
     }
     const Tile tile(cursor);
     tile.load<true>(a.x, x);
-    add_tile(values, tile, x);
+    accumulation.add(tile, x);
+    Moments values[STATISTICS];
+    accumulation.finish(values);
 
     Coefficients coefficients[STATISTICS];
     fold(values, coefficients, shared, work, a.geometry, [&](int p, const Moments& total) {

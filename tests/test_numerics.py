@@ -71,6 +71,27 @@ def test_outlier_first(rng, shape, axis):
     assert_within(moments.m2 / count, result.var, bound, "var")
 
 
+@pytest.mark.parametrize("steps", [0, 2, 7])
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
+def test_data_that_drifts(rng, shape, axis, steps):
+    """Sorted, or in a few levels: the first elements say little of the others."""
+    count = int(np.prod(shape)) // 3
+    values = np.sort(rng.standard_normal((count, 3)), 0) * 1e3
+    if steps:
+        values = np.arange(count)[:, None] * steps // count * 1e4 + rng.standard_normal((count, 3))
+    moved = np.moveaxis(np.empty(shape), axis, -1).shape
+    x = np.ascontiguousarray(np.moveaxis(values.reshape(moved), -1, axis), np.float32)
+    result = reference.forward(x, channel_axis=axis)
+    moments = cunorm.batch_norm_statistics(x, channel_axis=axis)
+    bound = tolerances.mean_bound(result, count, np.float32)
+    assert_within(moments.mean, result.mean, bound, "mean")
+    bound = tolerances.var_bound(result, count, np.float32)
+    assert_within(moments.m2 / count, result.var, bound, "var")
+    y, _ = cunorm.batch_norm_forward(x, channel_axis=axis)
+    bound = tolerances.y_bound(result, None, None, count, np.float32, axis)
+    assert_within(y, result.y, bound, "y")
+
+
 @pytest.mark.parametrize("value", [0.1, -3e4, 1e-6, 12345.678])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
