@@ -13,8 +13,8 @@ probabilistic rounding error analysis", 2019, lambda = 4), so
 the 2 for the few operations around the sum. A chunk of the CUDA kernels is 16 to
 256 elements of a thread, 8 tiles about the mean of the first of them; its sum of
 squares is at most 9 times that about its own mean, which for chunks of k = 256
-elements in vectors of 8 makes 9 * sqrt(k / 8) * u, half of the bound. Float64 data has no wider type to
-take over: k = n there. Its means, of chunks and of all, are rounded to float64
+elements in vectors of 8 makes 9 * sqrt(k / 8) * u, within the bound. Float64 data
+has no wider type to take over: k = n there. Its means, of chunks and of all, are rounded to float64
 like everything, at most eight times one after another, which in units of the
 standard deviation makes an error of 8 * u * |mean| / std; the other types keep
 what rounding takes from the mean and make up for it.
