@@ -10,8 +10,6 @@
 struct Sums {
     double dy, dy_xmu;
 
-    static constexpr int NUMBERS = 2;
-
     __device__ void merge(const Sums& other) {
         dy += other.dy;
         dy_xmu += other.dy_xmu;
@@ -158,7 +156,7 @@ __device__ inline void read_means(
 // A group of threads takes one part of its statistics, reading dy and x once;
 // partials[statistic, part] = (sum_dy, sum_dy_xmu). Shared memory: one partial result of
 // each warp and position.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) reduce(const BackwardArguments a) {
+KERNEL reduce(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
@@ -177,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) reduce(cons
 
 // The sums of every statistic, and the parameters' gradients, from the parts: one warp for
 // each statistic.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_sums(const BackwardArguments a) {
+KERNEL finish_sums(const BackwardArguments a) {
     const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (statistic >= static_cast<Offset>(a.geometry.batch * a.geometry.group)) return;
     const Sums total =
@@ -191,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_sums
 // A group of threads takes one part of its statistics, as in `reduce`, but in reverse
 // order of the groups: what that sweep read last is nearest. The first tile is under way
 // while the coefficients are made. Shared memory: those of every position.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) input_gradient(const BackwardArguments a) {
+KERNEL input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);
     Cursor cursor(a.geometry, a.cut, work);
@@ -220,11 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) input_gradi
 // A group of threads, or the blocks of a cluster, hold a whole statistic: the last tile of
 // every thread in its registers, those before in shared memory. Every block of a cluster
 // folds the totals of all, in the order of their ranks, so all have the same bits.
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, 512 / THREADS) backward(const BackwardArguments a) {
+CLUSTER_KERNEL backward(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);

@@ -16,8 +16,6 @@ struct Moments {
     double mean, m2;
     Accumulator count;
 
-    static constexpr int NUMBERS = 3;
-
     __device__ void merge(const Moments& other) {
         if (other.count == 0) return;
         if (count == 0) {

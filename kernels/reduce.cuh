@@ -3,7 +3,7 @@
 // nothing but the specialization and the launch, so the same bits come out every time.
 //
 // A partial result P has `merge(const P&)`, `down(offset, width)` (that of the lane
-// `offset` further on), and is a few doubles in global memory, `P::NUMBERS` of them.
+// `offset` further on), and `read` and `write` of a few doubles in global memory.
 #pragma once
 
 #include "layout.cuh"

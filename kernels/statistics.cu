@@ -12,7 +12,7 @@ struct MomentsArguments {
 //
 // A group of threads takes one part of its statistics, reading x once; partials[statistic,
 // part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) moments(const MomentsArguments a) {
+KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
@@ -36,9 +36,7 @@ struct FinishMomentsArguments {
 };
 
 // Mean and m2 of every statistic from its parts: one warp for each.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_moments(
-    const FinishMomentsArguments a
-) {
+KERNEL finish_moments(const FinishMomentsArguments a) {
     const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (statistic >= static_cast<Offset>(a.statistics)) return;
     const Moments total =
@@ -55,9 +53,7 @@ struct UpdateRunningArguments {
 };
 
 // running = running * (1 - factor) + batch * factor, one thread a channel.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) update_running(
-    const UpdateRunningArguments a
-) {
+KERNEL update_running(const UpdateRunningArguments a) {
     const Offset i = static_cast<Offset>(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= static_cast<Offset>(a.statistics)) return;
     a.running_mean.blend(i, a.mean.get(i, 0.0), a.factor);

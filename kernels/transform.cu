@@ -80,9 +80,7 @@ __device__ inline Coefficients find(
 
 // Statistics from the moments of their parts: one warp for each. Saves them and takes them
 // into the running statistics.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) finish_statistics(
-    const TransformArguments a
-) {
+KERNEL finish_statistics(const TransformArguments a) {
     const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
     const Offset group = static_cast<Offset>(a.geometry.group);
     if (statistic >= static_cast<Offset>(a.geometry.batch) * group) return;
@@ -112,7 +110,7 @@ __device__ inline void transform_tile(
 // A group of threads takes one part of its statistics, as in `moments`, but in reverse
 // order of the groups: what the sweep for the statistics read last is nearest. The first
 // tile is under way while the coefficients are made. Shared memory: those of every position.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) transform(const TransformArguments a) {
+KERNEL transform(const TransformArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);
     Cursor cursor(a.geometry, a.cut, work);
@@ -137,11 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) transform(c
 // A group of threads, or the blocks of a cluster, hold a whole statistic: the last tile of
 // every thread in its registers, those before in shared memory. Every block of a cluster
 // folds the totals of all, in the order of their ranks, so all have the same bits.
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, 512 / THREADS) normalize(const TransformArguments a) {
+CLUSTER_KERNEL normalize(const TransformArguments a) {
     SHARED_MEMORY(shared);
     Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);

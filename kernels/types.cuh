@@ -45,8 +45,15 @@ constexpr int POSITIONS = ACROSS * STATISTICS;    // statistics of a group of th
 constexpr int DEEP = GROUP / ACROSS;              // threads that share each of them
 constexpr int WARPS = THREADS / 32;
 
-static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0 && WARPS <= 32, "whole warps");
-static_assert(THREADS <= 512, "a multiprocessor holds 512 threads of 128 registers");
+// A multiprocessor's registers hold 512 threads of 128.
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
+#if CLUSTER > 1
+#define CLUSTER_KERNEL KERNEL __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_KERNEL KERNEL
+#endif
+
+static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0 && THREADS <= 512, "whole warps");
 static_assert(GROUP == THREADS || GROUP == 32, "a group is a block or a warp");
 static_assert(ACROSS <= 32 && (ACROSS & (ACROSS - 1)) == 0, "a warp holds whole rows");
 static_assert(COLUMNS || ACROSS == 1, "runs lie along memory");

@@ -128,16 +128,21 @@ def compile_kernels(file, options, architecture, release=13):
     return Compiled(cubin, log, kernels)
 
 
-def disassemble(cubin):
-    """Machine instructions of every kernel, by its name."""
+def listing(cubin):
+    """All that the disassembler says of a program."""
     files = importlib.metadata.files("nvidia-cuda-nvdisasm")
     program = next(f.locate() for f in files if f.name == "nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [str(program), "-c", file.name], capture_output=True, text=True, check=True
+        return subprocess.run(
+            [str(program), file.name], capture_output=True, text=True, check=True
         ).stdout
+
+
+def disassemble(cubin):
+    """Machine instructions of every kernel, by its name."""
+    text = listing(cubin)
     sections = re.split(r"^\s*\.section\s+\.text\.(\w+)", text, flags=re.MULTILINE)
     return dict(zip(sections[1::2], sections[2::2], strict=True))
 

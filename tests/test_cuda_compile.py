@@ -83,3 +83,15 @@ def test_machine_code(layout, architecture):
             assert counts.get("LDG.128", 0) >= tile * inputs, what
             if name not in ("moments", "reduce"):
                 assert counts.get("STG.128", 0) >= tile, what
+
+
+def test_clusters():
+    """The attribute that a plain launch needs is there, and barriers of the whole cluster."""
+    for file, name, operands in (("transform.cu", "normalize", 1), ("backward.cu", "backward", 2)):
+        options = nvrtc.specialization("runs, cluster", nvrtc.DTYPES[2], operands, 90)
+        made = nvrtc.compile_kernels(file, options, 90)
+        text = nvrtc.listing(made.cubin)
+        assert text.count("EIATTR_CTA_PER_CLUSTER") == 1  # of one kernel alone
+        code = nvrtc.disassemble(made.cubin)[name]
+        assert code.count("UCGABAR_ARV") == 2
+        assert code.count("UCGABAR_WAIT") >= 2
