@@ -5,9 +5,9 @@
 Runs the test suite on CuPy arrays, a part of it under compute-sanitizer's memcheck and
 racecheck, then times batch norm beside a copy of the same bytes, CuPy's own expression and,
 where it is installed, PyTorch with and without cuDNN, interleaved, with CUDA events and a
-cold second-level cache. Whatever is left when the minutes are over is left out, and said so.
-Results go into FOLDER (benchmarks/results/) as JSON with the device named, and are printed
-as a Markdown table.
+cold second-level cache. It needs the `test` extra; compute-sanitizer comes with CUDA.
+Whatever is left when the minutes are over is left out, and said so. Results go into FOLDER
+(benchmarks/results/) as JSON with the device named, and are printed as a Markdown table.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 import cunorm
+from cunorm import arrays
 
 CHECKOUT = Path(__file__).parent.parent
 
@@ -178,6 +179,7 @@ def table(results):
     for result in results:
         times = {name: t["median"] for name, t in result["times"].items()}
         case = f"{'×'.join(map(str, result['shape']))} {result['dtype']}"
+        case += ", channels last" if result["channel_axis"] == -1 else ""
         for operation in ("forward", "inference", "backward"):
             ours = times[f"{operation} out="]
             rivals = [
@@ -208,16 +210,17 @@ def run(command, log, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--minutes", type=float, default=9, help="after which no more is begun")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--no-sanitizers", action="store_true")
+    results_folder = Path(__file__).parent / "results"
+    parser.add_argument("--output", type=Path, default=results_folder, help="folder for results")
+    parser.add_argument("--minutes", type=float, default=9, help="after which no more is begun (9)")
+    parser.add_argument("--rounds", type=int, default=31, help="measurements of each call (31)")
+    parser.add_argument("--no-tests", action="store_true", help="leave out the test suite")
+    parser.add_argument("--no-sanitizers", action="store_true", help="and compute-sanitizer")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
-    missing = None if cunorm.is_available("cuda") else "no GPU, or no CuPy for it"
+    missing = arrays.cuda_missing()
     if missing:
-        parser.error(f"{missing}: see cunorm.show_config()")
+        parser.error(missing)
     import cupy
 
     try:
@@ -277,7 +280,7 @@ def main():
     record["host"] = host_times(cupy, torch)
     record["unit"] = "s"
     name = record["device"].replace(" ", "-").lower()
-    path = options.output / f"gpu-{name}-{now:%Y-%m-%d}.json"
+    path = options.output / f"gpu-{name}-{now:%Y-%m-%d-%H%M}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(table(results))
     print("\nhost:", ", ".join(f"{n} {t * 1e6:.1f} µs" for n, t in record["host"].items()))

@@ -32,9 +32,16 @@ def cuda_missing() -> str | None:
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed (cupy-cuda12x[ctk] or cupy-cuda13x[ctk], as your driver is)"
+        return "CuPy is not installed (pip install cunorm[cuda13], or cuda12, as your driver is)"
+    except Exception as error:
+        return f"CuPy cannot be imported: {error}"
+    if int(cupy.__version__.partition(".")[0]) < 14:
+        return f"CuPy {cupy.__version__} is too old; 14 or newer is needed"
     if not cupy.is_available():
         return "CuPy finds no GPU, or no driver for it"
+    capability = cupy.cuda.Device().compute_capability
+    if int(capability) < 75:
+        return f"compute capability 7.5 or newer is needed, the GPU has {int(capability) / 10}"
     return None
 
 
@@ -102,9 +109,9 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
         return values, _cpu()
     cupy = sys.modules.get("cupy")
     if cupy is not None and all(v is None or type(v) is cupy.ndarray for v in values):
-        return values, _gpu_place(_device(names, values), _same)
+        return values, _gpu_place(device_of_all(names, values), _same)
     views = [None if v is None else _view(n, v) for n, v in zip(names, values, strict=True)]
-    device = _device(names, views)
+    device = device_of_all(names, views)
     name, value, view = next(t for t in zip(names, values, views, strict=True) if t[1] is not None)
     own = isinstance(value, np.ndarray) or value is view
     export = _same if own else _exporter(name, value)
@@ -126,7 +133,7 @@ def _gpu_place(device: int, export: Export) -> Place:
     return here if export is _same else Place(here.xp, here.backend, export)
 
 
-def _device(names: Sequence[str], arrays: Sequence[Any]) -> Any:
+def device_of_all(names: Sequence[str], arrays: Sequence[Any]) -> Any:
     """Number of the GPU that all of the arrays lie on; None for the CPU."""
     first = None
     for name, array in zip(names, arrays, strict=True):
@@ -143,7 +150,7 @@ def _device(names: Sequence[str], arrays: Sequence[Any]) -> Any:
         elif device != expected:
             raise TypeError(
                 f"{name}: expected an array on the device of {first}, {_named(expected)}, "
-                f"got one on {_named(device)}"
+                f"got one on {_named(device)} (a layer's arrays move with its `to`)"
             )
     return expected
 
@@ -176,7 +183,10 @@ def _view(name: str, value: Any) -> Any:
     if device in _DLPACK_CUDA:
         missing = cuda_missing()
         if missing is not None:
-            raise TypeError(f"{name}: expected an array on the CPU, got one on a GPU: {missing}")
+            raise TypeError(
+                f"{name}: expected an array on the CPU, since the CUDA backend is missing here "
+                f"({missing}), got one on a GPU"
+            )
         import cupy as module
     elif device in _DLPACK_CPU:
         module = np
@@ -270,7 +280,7 @@ def memory_order(array: Any) -> tuple[int, ...] | None:
 
 
 def _is_aligned(array: Any) -> bool:
-    return not isinstance(array, np.ndarray) or array.flags.aligned  # see _device
+    return not isinstance(array, np.ndarray) or array.flags.aligned  # see device_of_all
 
 
 def is_plain(array: Any) -> bool:

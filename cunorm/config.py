@@ -43,7 +43,7 @@ def show_config(file: TextIO | None = None) -> None:
         ("processor", _processor()),
         ("threads", f"{get_num_threads()} (cunorm.set_num_threads, CUNORM_NUM_THREADS)"),
         ("cpu backend", "available"),
-        ("cuda backend", _availability(arrays.cuda_missing())),
+        ("cuda backend", _cuda()),
     ]
     width = max(len(name) for name, _ in lines)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in lines), file=file or sys.stdout)
@@ -67,8 +67,18 @@ def _cupy_version() -> str:
     return "not installed"
 
 
-def _availability(missing: str | None) -> str:
-    return "available" if missing is None else f"missing: {missing}"
+def _cuda() -> str:
+    missing = arrays.cuda_missing()
+    if missing is not None:
+        return f"missing: {missing}"
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    gpu = runtime.getDeviceProperties(runtime.getDevice())
+    return (
+        f"available: {gpu['name'].decode()}, compute capability {gpu['major']}.{gpu['minor']}, "
+        f"CUDA {runtime.driverGetVersion() // 1000} driver"
+    )
 
 
 def _processor() -> str:

@@ -92,6 +92,8 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
         counts.append(count)
         means.append(mean)
         squares.append(m2)
+    labels = [f"moments[{i}].{name}" for name in ("mean", "m2") for i in range(len(parts))]
+    arrays.device_of_all(labels, means + squares)
     assert place is not None
     total = sum(counts)
     dtype = means[0].dtype

@@ -63,11 +63,12 @@ def driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(source, "_functions", {})
     monkeypatch.setattr(source, "_devices", {})
-    source.array_module.cache_clear()
-    arrays._gpu.cache_clear()
+    caches = (source.array_module, arrays._gpu, arrays.cuda_missing)
+    for function in caches:
+        function.cache_clear()
     yield cupy
-    source.array_module.cache_clear()
-    arrays._gpu.cache_clear()
+    for function in caches:
+        function.cache_clear()
 
 
 OPTIONS = ("-DWIDTH=4", "-DTILE=4")
@@ -204,6 +205,52 @@ def test_overlap_of_gpu_arrays():
             gpu = arrays.overlap(Remote(a), Remote(b))
             assert gpu == np.shares_memory(a, b)
             assert arrays.may_overlap(Remote(a), Remote(b)) == np.may_share_memory(a, b)
+
+
+def test_why_cuda_is_missing(driver, monkeypatch):
+    """Too old a CuPy, a broken one, no GPU, too old a GPU, and then none of these."""
+
+    def missing():
+        arrays.cuda_missing.cache_clear()
+        return arrays.cuda_missing()
+
+    driver.__version__ = "13.6.0"
+    assert missing() == "CuPy 13.6.0 is too old; 14 or newer is needed"
+    driver.__version__ = "14.2.0"
+    driver.is_available = lambda: False
+    assert missing() == "CuPy finds no GPU, or no driver for it"
+    driver.is_available = lambda: True
+    driver.cuda.Device = lambda: types.SimpleNamespace(compute_capability="70")
+    assert missing() == "compute capability 7.5 or newer is needed, the GPU has 7.0"
+    driver.cuda.Device = lambda: types.SimpleNamespace(compute_capability="90")
+    assert missing() is None
+    assert cunorm.is_available("cuda")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert missing().startswith("CuPy is not installed")
+    monkeypatch.delitem(sys.modules, "cupy")
+
+    def broken(name, *_):
+        if name == "cupy":
+            raise RuntimeError("libcuda went missing")
+
+    finder = types.SimpleNamespace(find_spec=broken)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert missing() == "CuPy cannot be imported: libcuda went missing"
+    arrays.cuda_missing.cache_clear()
+
+
+def test_moments_on_different_devices(driver):
+    class NdArray:
+        itemsize, dtype, shape, ndim = 4, np.dtype(np.float32), (3,), 1
+
+        def __init__(self, device):
+            self.data = types.SimpleNamespace(device_id=device, ptr=256)
+
+    driver.ndarray = NdArray
+    driver.cuda.Device = lambda number: number
+    parts = [cunorm.Moments(2, NdArray(n), NdArray(n)) for n in (0, 1)]
+    with pytest.raises(TypeError, match=r"moments\[1\].mean: expected an array on the device of"):
+        cunorm.merge_moments(parts)
 
 
 def test_real_cupy():

@@ -335,5 +335,5 @@ class OnGpu:
 
 def test_gpu_arrays_are_refused_with_the_reason(state, monkeypatch):
     monkeypatch.setattr(arrays, "cuda_missing", lambda: "none is to be had")
-    with pytest.raises(TypeError, match=r"weight: .* got one on a GPU: none is to be had"):
+    with pytest.raises(TypeError, match=r"weight: .* \(none is to be had\), got one on a GPU"):
         state.forward(weight=OnGpu())

@@ -307,9 +307,10 @@ class BatchNorm:
         """Copies of parameters and running statistics, under PyTorch's names.
 
         ``weight, bias, running_mean, running_var, num_batches_tracked``, as far
-        as the layer has them; ready for ``numpy.savez``.
+        as the layer has them, as NumPy arrays wherever the layer is; ready for
+        ``numpy.savez``.
         """
-        return {name: array.copy() for name, array in self._state().items()}
+        return {name: arrays.move(a.copy(), "cpu") for name, a in self._state().items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take parameters and running statistics from arrays under PyTorch's names.
