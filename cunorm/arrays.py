@@ -312,7 +312,7 @@ def header(array: Any) -> np.ndarray:
 
 def may_overlap(a: Any, b: Any) -> bool:
     """Whether the bounds of two arrays in memory overlap."""
-    if isinstance(a, np.ndarray):
+    if type(a) is np.ndarray:
         return np.may_share_memory(a, b)
     if a.flags.c_contiguous and b.flags.c_contiguous:  # spares the headers
         return bool(a.data.ptr < b.data.ptr + b.nbytes and b.data.ptr < a.data.ptr + a.nbytes)

@@ -217,19 +217,24 @@ def _fraction(name: str, value: Any) -> float:
     return number
 
 
-def separate(
-    running_mean: np.ndarray | None, running_var: np.ndarray | None, **inputs: np.ndarray | None
-) -> None:
-    """The running statistics, which are written, lie apart from each other and from the inputs."""
-    for name, array in (("running_mean", running_mean), ("running_var", running_var)):
-        if array is None:
-            continue
-        for other, used in inputs.items():
-            if used is not None and arrays.overlap(array, used):
-                raise ValueError(
-                    f"{name}: expected memory apart from {other}, got an array that overlaps it"
-                )
-        inputs = {**inputs, name: array}
+def separate(running_mean: Any, running_var: Any, weight: Any, bias: Any) -> None:
+    """The running statistics, which are written, lie apart from each other and the parameters."""
+    _apart("running_mean", running_mean, (("weight", weight), ("bias", bias)))
+    _apart(
+        "running_var",
+        running_var,
+        (("running_mean", running_mean), ("weight", weight), ("bias", bias)),
+    )
+
+
+def _apart(name: str, array: Any, others: Sequence[tuple[str, Any]]) -> None:
+    if array is None:
+        return
+    for other, used in others:
+        if used is not None and arrays.may_overlap(array, used) and arrays.overlap(array, used):
+            raise ValueError(
+                f"{name}: expected memory apart from {other}, got an array that overlaps it"
+            )
 
 
 def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel: int = 3) -> float:

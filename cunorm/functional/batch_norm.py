@@ -158,7 +158,7 @@ def batch_norm_forward(
     training = checks.flag("training", training)
     scale = 1.0
     if training:
-        checks.separate(running_mean, running_var, x=x, weight=weight, bias=bias)
+        checks.separate(running_mean, running_var, weight, bias)
         checks.writable("running_mean", running_mean)
         checks.writable("running_var", running_var)
         if x.size > 0:
@@ -587,7 +587,7 @@ def update_running_statistics(
     number = mean.shape[0]
     checks.statistic("mean", mean, number)
     checks.statistic("var", var, number)
-    checks.separate(running_mean, running_var)
+    checks.separate(running_mean, running_var, None, None)
     for name, array in (("running_mean", running_mean), ("running_var", running_var)):
         if array is not None:
             checks.statistic(name, array, number)
