@@ -124,6 +124,25 @@ def test_candidate(rng, force, monkeypatch, name, shape, axis, dtype):
     assert any(plan.name == name for plan in made)
 
 
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize(("shape", "axis"), [RUNS[5], COLUMNS[1], COLUMNS[4]], ids=str)
+def test_larger_clusters(rng, force, monkeypatch, size, shape, axis):
+    """Also with more blocks than there is work for."""
+    force("cluster")
+    monkeypatch.setattr(launch, "_CLUSTERS", (size,))
+    made = plans(monkeypatch)
+    check_everything(rng, shape, axis, np.float32)
+    assert all(f"-DCLUSTER={size}" in plan.options for plan in made if plan.name == "cluster")
+
+
+def test_as_many_threads_as_a_block_has(rng, force, monkeypatch):
+    force("whole_block")
+    monkeypatch.setattr(launch, "_MOST_THREADS_ALONE", 512)
+    made = plans(monkeypatch)
+    check_everything(rng, *RUNS[5], np.float32)
+    assert any(plan.threads == 512 for plan in made)
+
+
 @pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
 @pytest.mark.parametrize(("shape", "axis"), [((7, 6, 9, 3), 1), ((60, 40), -1)], ids=str)
 def test_wide_offsets(rng, force, monkeypatch, name, shape, axis):

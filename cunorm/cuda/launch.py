@@ -120,8 +120,6 @@ class _Problem(NamedTuple):
 
 _Candidate: TypeAlias = Callable[[_Problem], "LaunchPlan | str"]
 
-_ELEMENTS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)

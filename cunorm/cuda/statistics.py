@@ -22,13 +22,13 @@ _UPDATE = struct.Struct("=QqQqQqQq2dq")
 
 _KINDS = {np.dtype(np.float32): 0, np.dtype(np.float64): 1, np.dtype(np.float16): 2}
 _BFLOAT16 = 3  # by elimination, so that ml_dtypes need not be imported
-_ABSENT = (0, 0)
+ABSENT = (0, 0)  # of a parameter
 
 
 def parameter(array):
     """Address and kind of a dense array of one value a channel (Parameter in memory.cuh)."""
     if array is None:
-        return _ABSENT
+        return ABSENT
     return source.pointer(array), _KINDS.get(array.dtype, _BFLOAT16)
 
 

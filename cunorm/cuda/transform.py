@@ -12,6 +12,7 @@ from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import launch, source
 from .statistics import (
+    ABSENT,
     PARTIAL_MOMENTS,
     address,
     dense,
@@ -27,8 +28,6 @@ __all__ = ["infer", "normalize", "transform"]
 # TransformArguments in transform.cu, up to the geometry.
 _ARGUMENTS = struct.Struct("=7QQqQqQqQq3d")
 
-_NO_PARAMETER = (0, 0)
-
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
     """`out` = (x - (mean + residual)) * inv_std * weight + bias.
@@ -41,7 +40,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
     plan = launch.sweep(geometry, x.dtype, 1, lie, source.device())
     arguments = _ARGUMENTS.pack(
         source_place, target, address(mean), address(residual), address(inv_std), 0, 0,
-        *parameter(weight), *parameter(bias), *_NO_PARAMETER, *_NO_PARAMETER, 0.0, 0.0, 0.0,
+        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
 
@@ -103,7 +102,7 @@ def normalize(
         )  # fmt: skip
         arguments = _ARGUMENTS.pack(
             source_place, target, place, place + 2 * row, place + row, 0, 0,
-            *parameter(weight), *parameter(bias), *_NO_PARAMETER, *_NO_PARAMETER, 0.0, 0.0, 0.0,
+            *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0,
         )  # fmt: skip
         launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)
