@@ -12,7 +12,7 @@ test: .venv/installed-dev lint
 	$(BIN)/python -m pytest
 	@echo "executing the CUDA kernels on the CPU, with $(CXX) and its sanitizers ..."
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(foreach library,asan ubsan,$(shell $(CXX) -print-file-name=lib$(library).so))" \
-		$(BIN)/python -m pytest --backend cuda-on-cpu
+		$(BIN)/python -m pytest -n auto --dist loadfile --backend cuda-on-cpu
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -20,7 +20,7 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 
 bench: .venv/installed-dev
-	$(BIN)/python benchmarks/batch_norm.py
+	$(BIN)/python benchmarks/cpu.py
 
 wheel: .venv/installed-dev
 	$(BIN)/python -m build

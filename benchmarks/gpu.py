@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--output FOLDER] [--minutes 9] [--no-tests] [--no-sanitizers]
 
 Runs the test suite on CuPy arrays, a part of it under compute-sanitizer's memcheck and
-racecheck, then times batch norm beside a copy of the same bytes, CuPy's own expression and,
+racecheck, then times all norms beside a copy of the same bytes, CuPy's own expression and,
 where it is installed, PyTorch with and without cuDNN, interleaved, with CUDA events and a
 cold second-level cache. It needs the `test` extra; compute-sanitizer comes with CUDA.
 Whatever is left when the minutes are over is left out, and said so. Results go into FOLDER
@@ -24,6 +24,7 @@ import timeit
 from datetime import UTC, datetime
 from pathlib import Path
 
+import norms
 import numpy as np
 
 import cunorm
@@ -31,7 +32,7 @@ from cunorm import arrays
 
 CHECKOUT = Path(__file__).parent.parent
 
-# (shape, channel axis, dtype)
+# Of batch norm: (shape, channel axis, dtype)
 CASES = [
     ((64, 256, 56, 56), 1, "float32"),
     ((64, 256, 56, 56), 1, "float16"),
@@ -193,6 +194,20 @@ def table(results):
     return "\n".join(lines)
 
 
+def norms_table(results):
+    """The same for the other norms."""
+    lines = ["| norm | x | copy | operation | time | × copy | torch |", "|---" * 7 + "|"]
+    for result in results:
+        times = {name: t["median"] for name, t in result["times"].items()}
+        for operation in ("forward", "backward"):
+            ours, rival = times[f"{operation} out="], times.get(f"torch {operation}")
+            cells = [str(norms.Case(**result["case"])), f"{times['copy'] * 1e6:.1f} µs", operation,
+                     f"{ours * 1e6:.1f} µs", f"{ours / times['copy']:.2f}",
+                     f"{rival / times[operation]:.2f}" if rival else ""]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def run(command, log, seconds):
     """Exit status of a command whose output goes to a file; the end of it is printed."""
     if seconds < 5:
@@ -277,12 +292,24 @@ def main():
         )
         calls.clear()
         cupy.get_default_memory_pool().free_all_blocks()
+    others = record["other norms"] = []
+    for case in norms.GPU_CASES:
+        if left() < 10:
+            record["status"]["other norms"] = f"left out from {case} on: no time"
+            break
+        nbytes, calls = norms.contenders(cupy, case)
+        if torch is not None:
+            calls |= norms.torch_contenders(torch, case, "cuda", "torch")
+        times = measure(cupy, calls, options.rounds, flush)
+        others.append({"case": case._asdict(), "bytes": nbytes, "times": times})
+        calls.clear()
+        cupy.get_default_memory_pool().free_all_blocks()
     record["host"] = host_times(cupy, torch)
     record["unit"] = "s"
     name = record["device"].replace(" ", "-").lower()
     path = options.output / f"gpu-{name}-{now:%Y-%m-%d-%H%M}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(results))
+    print(table(results), norms_table(others), sep="\n\n")
     print("\nhost:", ", ".join(f"{n} {t * 1e6:.1f} µs" for n, t in record["host"].items()))
     print(f"status: {record['status']}\nfull figures in {path}", flush=True)
     sys.exit(0 if all(s == 0 for s in record["status"].values()) else 1)

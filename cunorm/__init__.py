@@ -1,7 +1,7 @@
 """Array normalization for people who write their own training loops on NumPy or CuPy.
 
 Functions (`batch_norm_forward`, ...) take arrays and return arrays; layers
-(`BatchNorm`) are objects with ``forward`` and ``backward`` that hold parameters
+(`BatchNorm`, ...) are objects with ``forward`` and ``backward`` that hold parameters
 and running statistics. Importing this package imports neither CuPy nor Numba.
 """
 
@@ -19,12 +19,35 @@ from .functional.batch_norm import (
     batch_norm_transform,
     update_running_statistics,
 )
+from .functional.group_norm import GroupNormSaved, group_norm_backward, group_norm_forward
+from .functional.instance_norm import (
+    InstanceNormSaved,
+    instance_norm_backward,
+    instance_norm_forward,
+)
+from .functional.layer_norm import LayerNormSaved, layer_norm_backward, layer_norm_forward
+from .functional.rms_norm import RMSNormSaved, rms_norm_backward, rms_norm_forward
+from .functional.scale_shift import scale_shift_backward, scale_shift_forward
 from .layers.batch_norm import BatchNorm
+from .layers.group_norm import GroupNorm
+from .layers.instance_norm import InstanceNorm
+from .layers.layer_norm import LayerNorm
+from .layers.rms_norm import RMSNorm
+from .layers.scale_shift import ScaleShift
 
 __all__ = [
     "BatchNorm",
     "BatchNormSaved",
+    "GroupNorm",
+    "GroupNormSaved",
+    "InstanceNorm",
+    "InstanceNormSaved",
+    "LayerNorm",
+    "LayerNormSaved",
     "Moments",
+    "RMSNorm",
+    "RMSNormSaved",
+    "ScaleShift",
     "__version__",
     "batch_norm_backward",
     "batch_norm_backward_reduce",
@@ -33,8 +56,18 @@ __all__ = [
     "batch_norm_statistics",
     "batch_norm_transform",
     "get_num_threads",
+    "group_norm_backward",
+    "group_norm_forward",
+    "instance_norm_backward",
+    "instance_norm_forward",
     "is_available",
+    "layer_norm_backward",
+    "layer_norm_forward",
     "merge_moments",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "scale_shift_backward",
+    "scale_shift_forward",
     "set_num_threads",
     "show_config",
     "update_running_statistics",

@@ -270,13 +270,21 @@ def _dense_order(
     return tuple(order)
 
 
-def memory_order(array: Any) -> tuple[int, ...] | None:
-    """Axes from slowest to fastest, if that makes the array C-contiguous; else None."""
+def memory_order(array: Any, leading: int = 0) -> tuple[int, ...] | None:
+    """Axes from slowest to fastest, if that makes the array C-contiguous; else None.
+
+    The first `leading` axes are the slowest, in any order, or the answer is None.
+    """
     if not _is_aligned(array):
         return None
     if array.flags.c_contiguous:
         return tuple(range(array.ndim))
-    return _dense_order(array.shape, array.strides, array.itemsize)
+    order = _dense_order(array.shape, array.strides, array.itemsize)
+    if order is None or leading == 0:
+        return order
+    order = tuple(sorted(order, key=lambda axis: axis >= leading))
+    # An axis of length 1 may be anywhere; another that has moved has left the memory order.
+    return order if _lies_in(order, array) else None
 
 
 def _is_aligned(array: Any) -> bool:
@@ -331,12 +339,16 @@ class Operands:
     input in another order, or with gaps, is copied: into the output and
     computed from there, if no other input lies there; else anew.
 
-    ``inputs`` and ``out`` are C-contiguous views whose axes are ``order``.
+    ``inputs`` and ``out`` are C-contiguous views whose axes are ``order``. It begins
+    with the first `leading` axes, in any order: an output in whose memory they are not
+    the slowest is computed elsewhere and copied.
     """
 
     __slots__ = ("_result", "_target", "_xp", "inputs", "order", "out")
 
-    def __init__(self, xp: Any, like: Any, inputs: tuple[Any, ...], out: Any | None) -> None:
+    def __init__(
+        self, xp: Any, like: Any, inputs: tuple[Any, ...], out: Any | None, leading: int = 0
+    ) -> None:
         self._xp = xp
         if all(map(is_plain, inputs)) and is_plain(like if out is None else out):
             self.order = tuple(range(like.ndim))  # the usual case, without detours
@@ -345,8 +357,8 @@ class Operands:
             self._target = self._result = self.out
             return
         self._result = xp.empty_like(like) if out is None else out
-        order = memory_order(self._result)
-        if order is None:  # given by the caller and with gaps
+        order = memory_order(self._result, leading)
+        if order is None:  # given by the caller and with gaps, or other axes are the slowest
             self._target = xp.empty(like.shape, like.dtype)
             order = tuple(range(like.ndim))
         else:
@@ -374,9 +386,13 @@ class Operands:
         return self._result
 
 
-def dense(arrays: tuple[Any, ...]) -> tuple[tuple[int, ...], list[Any]]:
-    """One memory order and the arrays in it, C-contiguous; those in another order are copied."""
-    order = next((o for o in map(memory_order, arrays) if o is not None), None)
+def dense(arrays: tuple[Any, ...], leading: int = 0) -> tuple[tuple[int, ...], list[Any]]:
+    """One memory order and the arrays in it, C-contiguous; those in another order are copied.
+
+    It begins with the first `leading` axes, in any order.
+    """
+    orders = (memory_order(array, leading) for array in arrays)
+    order = next((o for o in orders if o is not None), None)
     if order is None:
         order = tuple(range(arrays[0].ndim))
     turned = [array.transpose(order) for array in arrays]

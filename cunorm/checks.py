@@ -22,6 +22,9 @@ from . import arrays
 _FLOAT32: np.dtype = np.dtype(np.float32)
 _FLOAT64: np.dtype = np.dtype(np.float64)
 
+#: What the shape of a parameter or statistic means, in messages.
+ONE_A_CHANNEL = "one value a channel"
+
 _STATISTICS_DTYPES: dict[np.dtype, np.dtype] = {
     np.dtype(np.float16): _FLOAT32,
     _FLOAT32: _FLOAT32,
@@ -78,6 +81,12 @@ def floating_dtype(name: str, dtype: Any) -> np.dtype:
     return known
 
 
+def present(name: str, array: Any) -> None:
+    """An array that has to be given."""
+    if array is None:
+        raise TypeError(f"{name}: expected an array, got None")
+
+
 @lru_cache(maxsize=1024)
 def channels(
     name: str, shape: tuple[int, ...], dtype: np.dtype, channel_axis: int
@@ -96,30 +105,55 @@ def channels(
     return axis, shape[axis], math.prod(shape[:axis]) * math.prod(shape[axis + 1 :])
 
 
+def samples_first(axis: int, channel_axis: int, shape: tuple[int, ...]) -> None:
+    """The channel axis, from the front, is not the samples'."""
+    if axis == 0:
+        raise ValueError(
+            "channel_axis: expected another axis than 0, that of the samples, "
+            f"got {channel_axis} for x of shape {shape}"
+        )
+
+
+def normalized_axes(shape: tuple[int, ...], dtype: np.dtype, axis: int) -> int:
+    """The first axis that x is normalized over, from the front."""
+    floating("x", dtype)
+    ndim = len(shape)
+    if ndim < 1:
+        raise ValueError(f"x: expected at least 1 dimension, got shape {shape}")
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis: expected {-ndim} to {ndim - 1} for x of shape {shape}, got {axis}")
+    return axis % ndim
+
+
 def per_channel(name: str, array: np.ndarray | None, number: int, dtype: np.dtype) -> None:
-    """A parameter or running statistic: one value a channel, in a dtype fit for the data.
+    """A parameter or running statistic with one value a channel."""
+    parameter(name, array, (number,), ONE_A_CHANNEL, dtype)
+
+
+def parameter(
+    name: str, array: np.ndarray | None, shape: tuple[int, ...], meaning: str, dtype: np.dtype
+) -> None:
+    """A parameter or running statistic, in a dtype fit for the data.
 
     Half types are fit for data of the same type only.
     """
     if array is None:
         return
-    if array.shape != (number,):
-        raise ValueError(
-            f"{name}: expected shape ({number},), one value a channel, got {array.shape}"
-        )
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, {meaning}, got {array.shape}")
     if array.dtype != dtype and array.dtype != _FLOAT32 and array.dtype != _FLOAT64:
         half = "" if dtype in (_FLOAT32, _FLOAT64) else f"{dtype} (that of the data), "
         raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {array.dtype}")
 
 
-def statistic(name: str, array: np.ndarray | None, number: int) -> None:
-    """A statistic has one value a channel, of any floating type."""
+def statistic(
+    name: str, array: np.ndarray | None, shape: tuple[int, ...], meaning: str = ONE_A_CHANNEL
+) -> None:
+    """A statistic, of any floating type."""
     if array is None:
-        raise TypeError(f"{name}: expected an array of shape ({number},), got None")
-    if array.shape != (number,):
-        raise ValueError(
-            f"{name}: expected shape ({number},), one value a channel, got {array.shape}"
-        )
+        raise TypeError(f"{name}: expected an array of shape {shape}, got None")
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, {meaning}, got {array.shape}")
     floating(name, array.dtype)
 
 
@@ -175,12 +209,29 @@ def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
 
 def same_as_input(name: str, array: np.ndarray | None, x: np.ndarray) -> None:
     """A gradient has shape and dtype of x."""
-    if array is None:
-        raise TypeError(f"{name}: expected an array, got None")
+    present(name, array)
+    assert array is not None
     if array.shape != x.shape:
         raise ValueError(f"{name}: expected the shape of x, {x.shape}, got {array.shape}")
     if array.dtype != x.dtype:
         raise TypeError(f"{name}: expected the dtype of x, {x.dtype}, got {array.dtype}")
+
+
+def gradient_output(
+    out: np.ndarray, want_dx: bool, dy: np.ndarray, x: np.ndarray, **inputs: np.ndarray | None
+) -> None:
+    """``out`` receives dx; it may be dy or x itself."""
+    if not want_dx:
+        raise ValueError("out: expected None, since output_mask leaves out dx, got an array")
+    output(out, x, ("x", "dy"), dy=dy, x=x, **inputs)
+
+
+def saved_by(function: str, kind: type, saved: Any) -> None:
+    """What a forward function returned."""
+    if not isinstance(saved, kind):
+        pair = isinstance(saved, tuple) and len(saved) == 2 and isinstance(saved[1], kind)
+        got = f"a pair (y, {kind.__name__})" if pair else type(saved).__name__
+        raise TypeError(f"saved: expected the {kind.__name__} that {function} returned, got {got}")
 
 
 def integer(name: str, value: Any) -> int:
@@ -210,6 +261,14 @@ def not_negative(name: str, value: Any) -> float:
     return number
 
 
+def finite(name: str, value: Any) -> float:
+    """A finite number."""
+    number = _real(name, value, "a number")
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    return number
+
+
 def _fraction(name: str, value: Any) -> float:
     number = _real(name, value, "a number from 0 to 1")
     if not 0.0 <= number <= 1.0:
@@ -217,20 +276,16 @@ def _fraction(name: str, value: Any) -> float:
     return number
 
 
-def separate(running_mean: Any, running_var: Any, weight: Any, bias: Any) -> None:
-    """The running statistics, which are written, lie apart from each other and the parameters."""
-    _apart("running_mean", running_mean, (("weight", weight), ("bias", bias)))
-    _apart(
-        "running_var",
-        running_var,
-        (("running_mean", running_mean), ("weight", weight), ("bias", bias)),
-    )
+def separate(running_mean: Any, running_var: Any, **inputs: Any) -> None:
+    """The running statistics, which are written, lie apart from each other and the inputs."""
+    _apart("running_mean", running_mean, inputs)
+    _apart("running_var", running_var, {"running_mean": running_mean, **inputs})
 
 
-def _apart(name: str, array: Any, others: Sequence[tuple[str, Any]]) -> None:
+def _apart(name: str, array: Any, others: dict[str, Any]) -> None:
     if array is None:
         return
-    for other, used in others:
+    for other, used in others.items():
         if used is not None and arrays.may_overlap(array, used) and arrays.overlap(array, used):
             raise ValueError(
                 f"{name}: expected memory apart from {other}, got an array that overlaps it"
@@ -264,18 +319,19 @@ def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel:
     return 1.0 - kept
 
 
-def mask(output_mask: Any) -> tuple[bool, bool, bool]:
-    """Three booleans."""
+def mask(output_mask: Any, *names: str) -> tuple[bool, ...]:
+    """A boolean for each of the gradients named."""
     try:
         wanted = tuple(output_mask)
     except TypeError:
         wanted = ()
-    if len(wanted) != 3 or not all(isinstance(flag, (bool, np.bool_)) for flag in wanted):
+    if len(wanted) != len(names) or not all(isinstance(f, (bool, np.bool_)) for f in wanted):
+        number = {2: "two", 3: "three"}[len(names)]
         raise ValueError(
-            "output_mask: expected three booleans, for dx, dweight and dbias, "
-            f"got {_shown(output_mask)}"
+            f"output_mask: expected {number} booleans, for {', '.join(names[:-1])} and "
+            f"{names[-1]}, got {_shown(output_mask)}"
         )
-    return bool(wanted[0]), bool(wanted[1]), bool(wanted[2])
+    return tuple(map(bool, wanted))
 
 
 def number_of_values(name: str, value: Any, least: int) -> int:
@@ -293,6 +349,33 @@ def several_values(count: int, shape: tuple[int, ...]) -> None:
             "x: expected more than 1 value per channel when training, "
             f"got input shape {shape}; take a larger batch, or the running statistics "
             "(training=False, eval())"
+        )
+
+
+def several_values_a_group(count: int, shape: tuple[int, ...], num_groups: int) -> None:
+    """A variance can be taken: a group of a sample has more than one value."""
+    if count == 1:
+        raise ValueError(
+            "x: expected more than 1 value per group of a sample, "
+            f"got input shape {shape} with {num_groups} groups"
+        )
+
+
+def several_spatial_values(count: int, shape: tuple[int, ...]) -> None:
+    """A variance can be taken: a channel of a sample has more than one value."""
+    if count == 1:
+        raise ValueError(
+            "x: expected more than 1 spatial value per channel when normalizing with the "
+            f"input's own statistics, got input shape {shape}; take the running statistics "
+            "(use_input_stats=False, eval())"
+        )
+
+
+def groups(num_groups: int, channels: int) -> None:
+    """Channels can be divided into this many groups."""
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(
+            f"num_groups: expected a positive divisor of the {channels} channels, got {num_groups}"
         )
 
 

@@ -83,7 +83,7 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
         if len(shape) != 1:
             raise ValueError(f"{names[0]}: expected shape (C,), got {shape}")
         for name, array in zip(names, (mean, m2), strict=True):
-            checks.statistic(name, array, shape[0])
+            checks.statistic(name, array, shape)
             if array.dtype != (means[0] if means else mean).dtype:
                 raise TypeError(
                     f"{name}: expected the dtype of moments[0].mean, "

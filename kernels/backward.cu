@@ -1,98 +1,26 @@
-// Gradients of y = (x - mean) * inv_std * weight + bias.
-//
-// With mean and inv_std computed from the n values of x,
-//   dx = weight * inv_std * (dy - sum_dy / n - (x - mean) * inv_std^2 * sum_dy_xmu / n)
-// (Ioffe and Szegedy, "Batch Normalization", 2015, section 3); with given statistics the
-// last two terms are absent.
-#include "reduce.cuh"
+// Gradients where every channel has one weight: sums over channels, and dx from these.
+#include "gradients.cuh"
 
-// Sums of dy and dy * (x - mean), about the rounded mean.
-struct Sums {
-    double dy, dy_xmu;
-
-    __device__ void merge(const Sums& other) {
-        dy += other.dy;
-        dy_xmu += other.dy_xmu;
-    }
-
-    __device__ Sums down(int offset, int width) const {
-        return {__shfl_down_sync(ALL_LANES, dy, offset, width),
-                __shfl_down_sync(ALL_LANES, dy_xmu, offset, width)};
-    }
-
-    __device__ static Sums read(const double* partials, Offset i) {
-        return {::read(partials + 2 * i), ::read(partials + 2 * i + 1)};
-    }
-
-    __device__ void write(double* partials, Offset i) const {
-        ::write(partials + 2 * i, dy);
-        ::write(partials + 2 * i + 1, dy_xmu);
-    }
-};
-
-// Of one statistic: dx = dy * scale + ((x - mean) * slope + offset).
-struct Coefficients {
-    Accumulator mean, scale, slope, offset;
-
-    __device__ Coefficients from_lane_0() const {
-        return {__shfl_sync(ALL_LANES, mean, 0), __shfl_sync(ALL_LANES, scale, 0),
-                __shfl_sync(ALL_LANES, slope, 0), __shfl_sync(ALL_LANES, offset, 0)};
-    }
-};
-
-struct BackwardArguments {
-    const Element *dy, *x;
-    Element* dx;  // may be absent
-    const Accumulator *mean, *residual, *inv_std;
-    Parameter weight;
-    double* partials;                            // sums of `parts` parts
-    const Accumulator *given_dy, *given_dy_xmu;  // sums that are known
-    // What is made of the sums; each may be absent.
-    Accumulator *sum_dy, *sum_dy_xmu;
-    Parameter dweight, dbias;
-    double count;        // n, on all ranks
-    long long training;  // 0: mean and inv_std are given numbers
-    Geometry geometry;
-    Cut cut;
-};
-
-__device__ inline Accumulator mean_of(const BackwardArguments& a, Offset statistic) {
-    return read(a.mean + statistic);
-}
-
-__device__ inline double residual_of(const BackwardArguments& a, Offset statistic) {
-    return a.residual == nullptr ? 0.0 : read(a.residual + statistic);
-}
-
-// Writes the sums of a statistic, the second about the mean before it was rounded, and the
-// parameters' gradients; returns the sums.
+// Writes the sums of a channel, the second about the mean before it was rounded, and what
+// they make of the parameters' gradients; returns the sums.
 __device__ inline Sums save(
-    const BackwardArguments& a, Offset statistic, Offset channel, Sums total, bool first
+    const BackwardArguments& a, Offset channel, Offset parameter, Sums total, bool first
 ) {
-    total.dy_xmu -= times_residual(residual_of(a, statistic), total.dy);
-    if (first) {
-        if (a.sum_dy != nullptr) write(a.sum_dy + statistic, static_cast<Accumulator>(total.dy));
-        if (a.sum_dy_xmu != nullptr)
-            write(a.sum_dy_xmu + statistic, static_cast<Accumulator>(total.dy_xmu));
-        a.dbias.set(channel, total.dy);
-        if (a.dweight.data != nullptr)
-            a.dweight.set(channel, total.dy_xmu * read(a.inv_std + statistic));
+    total.dy_xmu -= times_residual(residual_of(a, channel), total.dy);
+    if (!first) return total;
+    const double dweight = total.dy_xmu * inv_std_of(a, channel);
+    if (a.sum_dy != nullptr) write(a.sum_dy + channel, static_cast<Accumulator>(total.dy));
+    if (a.sum_dy_xmu != nullptr)
+        write(a.sum_dy_xmu + channel, static_cast<Accumulator>(total.dy_xmu));
+    a.dweight.set(parameter, dweight);
+    a.dbias.set(parameter, total.dy);
+    if (a.gradients != nullptr) {
+        const Offset group = static_cast<Offset>(a.geometry.group);
+        const Offset place = channel / group * group + channel;
+        write(a.gradients + place, static_cast<Accumulator>(dweight));
+        write(a.gradients + place + group, static_cast<Accumulator>(total.dy));
     }
     return total;
-}
-
-__device__ inline Coefficients combine(
-    const BackwardArguments& a, Offset statistic, Offset channel, const Sums& sums
-) {
-    const double r = read(a.inv_std + statistic);
-    const double scale = r * a.weight.get(channel, 1.0);
-    double slope = 0.0, offset = 0.0;
-    if (a.training) {
-        slope = -(scale * r) * (sums.dy_xmu * r / a.count);  // in this order nothing overflows
-        offset = -scale * (sums.dy / a.count) - times_residual(residual_of(a, statistic), slope);
-    }
-    return {mean_of(a, statistic), static_cast<Accumulator>(scale),
-            static_cast<Accumulator>(slope), static_cast<Accumulator>(offset)};
 }
 
 __device__ inline void add_tile(
@@ -121,45 +49,49 @@ __device__ inline void add_tile(
     }
 }
 
-__device__ inline void gradient_tile(
-    const BackwardArguments& a, const Tile& tile, const Vector (&dy)[TILE],
-    const Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS]
-) {
-    #pragma unroll
-    for (int i = 0; i < TILE; ++i) {
-        Vector result;
-        #pragma unroll
-        for (int lane = 0; lane < WIDTH; ++lane) {
-            const Coefficients& c = coefficients[COLUMNS ? lane : 0];
-            Accumulator value = widen(dy[i].lane[lane]) * c.scale;
-            if (a.training) value += (widen(x[i].lane[lane]) - c.mean) * c.slope + c.offset;
-            result.lane[lane] = narrow(value);
-        }
-        tile.access[i].store(a.dx, result);
-    }
-}
-
-// The means of a thread's statistics; 0 where there are none.
+// The means of a thread's channels; 0 where there are none.
 __device__ inline void read_means(
     const BackwardArguments& a, const Work& work, Accumulator (&mean)[STATISTICS]
 ) {
     #pragma unroll
     for (int s = 0; s < STATISTICS; ++s) {
         const Offset position = threadIdx.x % ACROSS * STATISTICS + s;
-        const bool any = work.channel + position < static_cast<Offset>(a.geometry.group);
-        mean[s] = any ? mean_of(a, work.statistic + position) : Accumulator(0);
+        mean[s] = position < work.positions ? mean_of(a, work.channel + position) : Accumulator(0);
     }
 }
 
-// Both sums of every part of every statistic.
+// dx = dy * scale.
+__device__ inline void scale_tile(
+    const BackwardArguments& a, const Tile& tile, const Vector (&dy)[TILE],
+    const Coefficients (&coefficients)[STATISTICS]
+) {
+    #pragma unroll
+    for (int i = 0; i < TILE; ++i) {
+        Vector result;
+        #pragma unroll
+        for (int lane = 0; lane < WIDTH; ++lane)
+            result.lane[lane] =
+                narrow(widen(dy[i].lane[lane]) * coefficients[COLUMNS ? lane : 0].scale);
+        tile.access[i].store(a.dx, result);
+    }
+}
+
+// Both sums of every part of every channel; and, unless it is absent, dx for given statistics.
 //
-// A group of threads takes one part of its statistics, reading dy and x once;
-// partials[statistic, part] = (sum_dy, sum_dy_xmu). Shared memory: one partial result of
-// each warp and position.
+// A group of threads takes one part of its channels, reading dy and x once;
+// partials[channel, part] = (sum_dy, sum_dy_xmu). Shared memory: one partial result of
+// each warp and position; before, the coefficients of every position.
 KERNEL reduce(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
+    Coefficients coefficients[STATISTICS] = {};
+    if (a.dx != nullptr) {
+        distribute(coefficients, shared, work, [&](Offset p) {
+            return combine(a, work.channel + p, work.parameter + p, {0.0, 0.0});
+        });
+        if (GROUP == THREADS) __syncthreads();
+    }
     Accumulator mean[STATISTICS];
     read_means(a, work, mean);
     Sums values[STATISTICS] = {};
@@ -169,24 +101,44 @@ KERNEL reduce(const BackwardArguments a) {
         tile.load<false>(a.dy, dy);
         tile.load<false>(a.x, x);
         add_tile(values, tile, dy, x, mean);
+        if (a.dx != nullptr) scale_tile(a, tile, dy, coefficients);
     }
-    write_parts(values, shared, a.partials, work, a.geometry, a.cut);
+    write_parts(values, shared, a.partials, work, a.cut);
 }
 
-// The sums of every statistic, and the parameters' gradients, from the parts: one warp for
-// each statistic.
+// The sums of every channel, and what they make of the parameters' gradients, from the parts:
+// one warp for each channel.
 KERNEL finish_sums(const BackwardArguments a) {
-    const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
-    if (statistic >= static_cast<Offset>(a.geometry.batch * a.geometry.group)) return;
-    const Sums total =
-        reduce_parts<Sums>(a.partials, statistic, static_cast<Offset>(a.cut.parts));
-    if (threadIdx.x % 32 == 0)
-        save(a, statistic, statistic % static_cast<Offset>(a.geometry.group), total, true);
+    const Offset group = static_cast<Offset>(a.geometry.group);
+    const Offset channel = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
+    if (channel >= static_cast<Offset>(a.geometry.batch) * group) return;
+    const Offset parts = static_cast<Offset>(a.cut.parts);
+    const Sums total = reduce_parts<Sums>(a.partials, channel * parts, parts);
+    const Offset parameter = a.geometry.parameters > a.geometry.group ? channel : channel % group;
+    if (threadIdx.x % 32 == 0) save(a, channel, parameter, total, true);
+}
+
+// The sums of weight times dy over every statistic (sum_dy, sum_dy_xmu) from those of its
+// channels (given): one warp for each statistic.
+KERNEL share_sums(const BackwardArguments a) {
+    const Offset members = static_cast<Offset>(a.geometry.members);
+    const Offset first = (static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32) * members;
+    if (first >= static_cast<Offset>(a.geometry.batch * a.geometry.group)) return;
+    Sums all = {};
+    for (Offset m = threadIdx.x % 32; m < members; m += 32) {
+        const Sums sums = {read(a.given_dy + first + m), read(a.given_dy_xmu + first + m)};
+        all.merge(sums.times(
+            weight_of(a, (first + m) % static_cast<Offset>(a.geometry.group))));
+    }
+    reduce_lanes(all);
+    if (threadIdx.x % 32 != 0) return;
+    write(a.sum_dy + first / members, static_cast<Accumulator>(all.dy));
+    write(a.sum_dy_xmu + first / members, static_cast<Accumulator>(all.dy_xmu));
 }
 
 // dx from sums that are known.
 //
-// A group of threads takes one part of its statistics, as in `reduce`, but in reverse
+// A group of threads takes one part of its channels, as in `reduce`, but in reverse
 // order of the groups: what that sweep read last is nearest. The first tile is under way
 // while the coefficients are made. Shared memory: those of every position.
 KERNEL input_gradient(const BackwardArguments a) {
@@ -199,23 +151,26 @@ KERNEL input_gradient(const BackwardArguments a) {
     tile.load<true>(a.x, x);
 
     Coefficients coefficients[STATISTICS];
-    distribute(coefficients, shared, work, a.geometry, [&](int p) {
-        const Offset statistic = work.statistic + p;
-        return combine(a, statistic, work.channel + p,
-                       {read(a.given_dy + statistic), read(a.given_dy_xmu + statistic)});
+    distribute(coefficients, shared, work, [&](Offset p) {
+        const Offset channel = work.channel + p, parameter = work.parameter + p;
+        const Offset statistic = statistic_of(a.geometry, channel);
+        const Sums sums = {read(a.given_dy + statistic), read(a.given_dy_xmu + statistic)};
+        const bool weighted = SPANS || a.geometry.members > 1;
+        return combine(a, channel, parameter,
+                       weighted ? sums : sums.times(weight_of(a, parameter)));
     });
     for (long long n = 1; n < a.cut.tiles; ++n) {
-        gradient_tile(a, tile, dy, x, coefficients);
+        gradient_tile(a, work, tile, dy, x, coefficients);
         tile = Tile(cursor);
         tile.load<true>(a.dy, dy);
         tile.load<true>(a.x, x);
     }
-    gradient_tile(a, tile, dy, x, coefficients);
+    gradient_tile(a, work, tile, dy, x, coefficients);
 }
 
 // Sums and, unless it is absent, dx in one sweep over dy and x.
 //
-// A group of threads, or the blocks of a cluster, hold a whole statistic: the last tile of
+// A group of threads, or the blocks of a cluster, hold whole statistics: the last tile of
 // every thread in its registers, those before in shared memory. Every block of a cluster
 // folds the totals of all, in the order of their ranks, so all have the same bits.
 CLUSTER_KERNEL backward(const BackwardArguments a) {
@@ -243,20 +198,50 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
     add_tile(values, tile, dy, x, mean);
 
     Coefficients coefficients[STATISTICS];
-    fold(values, coefficients, shared, work, a.geometry, [&](int p, const Sums& total) {
-        const Offset statistic = work.statistic + p, channel = work.channel + p;
-        return combine(a, statistic, channel, save(a, statistic, channel, total, work.part == 0));
-    });
+    fold(
+        values, coefficients, shared, work, a.geometry,
+        [&](Offset p, Sums total) {
+            total.dy_xmu -= times_residual(residual_of(a, work.channel + p), total.dy);
+            return total.times(weight_of(a, work.parameter + p));
+        },
+        [&](Offset p, const Sums& total, const Sums& all) {
+            const Offset channel = work.channel + p, parameter = work.parameter + p;
+            save(a, channel, parameter, total, work.part == 0);
+            return combine(a, channel, parameter, all);
+        });
 
-    if (a.dx != nullptr) {
-        gradient_tile(a, tile, dy, x, coefficients);
-        Cursor again(a.geometry, a.cut, work);
-        for (int n = 0; n < last; ++n) {
-            const Tile kept(again);
-            shelf.get(n, 0, dy, 2);
-            shelf.get(n, 1, x, 2);
-            gradient_tile(a, kept, dy, x, coefficients);
+    if (a.dx != nullptr) gradient_of_held(a, work, shelf, last, tile, dy, x, coefficients);
+    cluster_wait();
+}
+
+struct AddUpArguments {
+    const Accumulator* gradients;  // dweight, dbias of every block
+    Parameter dweight, dbias;
+    long long blocks, parameters;
+};
+
+// dweight and dbias from those of samples, or blocks of them.
+//
+// A block takes 32 parameters, a warp every WARPS-th of their terms, which it adds up in order;
+// the first warp adds up the others' sums in order. Shared memory: these.
+KERNEL add_up(const AddUpArguments a) {
+    SHARED_MEMORY(shared);
+    auto* sums = reinterpret_cast<Sums*>(shared);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Offset parameters = static_cast<Offset>(a.parameters);
+    const Offset parameter = static_cast<Offset>(blockIdx.x) * 32 + lane;
+    Sums total = {};
+    if (parameter < parameters) {
+        #pragma unroll 4
+        for (Offset block = warp; block < static_cast<Offset>(a.blocks); block += WARPS) {
+            const Accumulator* place = a.gradients + 2 * block * parameters + parameter;
+            total.merge({read_last(place + parameters), read_last(place)});
         }
     }
-    cluster_wait();
+    sums[threadIdx.x] = total;
+    __syncthreads();
+    if (warp != 0 || parameter >= parameters) return;
+    for (int other = 1; other < WARPS; ++other) total.merge(sums[32 * other + lane]);
+    a.dweight.set(parameter, total.dy_xmu);
+    a.dbias.set(parameter, total.dy);
 }

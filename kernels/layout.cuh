@@ -1,10 +1,10 @@
 // Which elements of an array a thread works on.
 //
-// A group of threads takes the statistics [statistic, statistic + POSITIONS) and one part
-// of their elements. In runs (COLUMNS == 0) a group has one statistic, whose elements are
-// `outer` runs of `inner`; a run is covered by `windows` accesses, and the accesses of all
-// runs are numbered one after another. In columns the threads of a row have WIDTH
-// statistics each, and the rows are numbered.
+// A *channel* is a group of the geometry in one sample. A group of threads takes the channels
+// [channel, channel + positions) and one part of their elements. In runs (COLUMNS == 0) a group
+// has one channel, whose elements are `outer` runs of `inner`; a run is covered by `windows`
+// accesses, and the accesses of all runs are numbered one after another. In columns the threads
+// of a row have WIDTH channels each, and the rows are numbered.
 //
 // Consecutive blocks are the parts of one group, so a cluster holds whole groups.
 #pragma once
@@ -13,41 +13,56 @@
 
 // The work of the group that a thread belongs to.
 struct Work {
-    Offset statistic;  // the first one
-    Offset channel;    // its index among `group`
+    Offset channel;    // the first one, of all samples
+    Offset parameter;  // that it has
+    Offset positions;  // channels; 0 for the idle groups of the last block
     Offset part;
     Offset base;       // offset of its first element
-    bool any;          // false for the idle groups of the last block
 
     __device__ Work(const Geometry& g, const Cut& cut, bool reversed) {
         const Offset unit = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         const Offset parts = static_cast<Offset>(cut.parts);
         const Offset group = static_cast<Offset>(g.group);
         part = unit % parts;
-        Offset batch;
         if (COLUMNS) {
-            const Offset slices = (group + POSITIONS - 1) / POSITIONS;
-            batch = unit / parts / slices;
-            channel = unit / parts % slices * POSITIONS;
-            any = true;
+            const Offset taken = static_cast<Offset>(cut.taken);
+            const Offset slices = (group + taken - 1) / taken;
+            const Offset first = unit / parts % slices * taken;
+            positions = group - first < taken ? group - first : taken;
+            place(g, unit / parts / slices, first);
         } else {
-            statistic = unit / parts * (THREADS / GROUP) + threadIdx.x / GROUP;
-            any = statistic < static_cast<Offset>(g.batch) * group;
-            if (!any) statistic = 0;
-            batch = statistic / group;
-            channel = statistic % group;
+            const Offset number = unit / parts * (THREADS / GROUP) + threadIdx.x / GROUP;
+            positions = number < static_cast<Offset>(g.batch) * group ? 1 : 0;
+            place(g, positions ? number / group : 0, positions ? number % group : 0);
         }
-        statistic = batch * group + channel;
-        base = (batch * static_cast<Offset>(g.outer) * group + channel)
+    }
+
+    // One channel of a sample.
+    __device__ Work(const Geometry& g, Offset sample, Offset index, Offset part, bool any)
+        : positions(any ? 1 : 0), part(part) {
+        place(g, any ? sample : 0, index);
+    }
+
+  private:
+    __device__ void place(const Geometry& g, Offset sample, Offset index) {
+        const Offset group = static_cast<Offset>(g.group);
+        channel = sample * group + index;
+        parameter = g.parameters > g.group ? channel : index;
+        base = (sample * static_cast<Offset>(g.outer) * group + index)
              * static_cast<Offset>(g.inner);
     }
 };
+
+// Number of the statistic that a channel has.
+__device__ inline Offset statistic_of(const Geometry& g, Offset channel) {
+    return g.members > 1 ? channel / static_cast<Offset>(g.members) : channel;
+}
 
 // One memory access: WIDTH elements from `offset` on, of which those outside of the run,
 // or all of them beyond the end of the part, are none of the group's.
 struct Access {
     Offset offset;  // may be before the array where the access is not aligned
-    Signed first;   // index in the run of its first element; unused in columns
+    Signed first;   // index in the run of its first element; 0 in columns
     Signed inner;
     bool valid;
 
@@ -103,7 +118,7 @@ class Cursor {
             const Offset column = thread % ACROSS * WIDTH;
             const Signed rows = static_cast<Signed>(g.outer) - static_cast<Signed>(number);
             left = left < rows ? left : rows;
-            if (work.channel + column >= static_cast<Offset>(g.group)) left = 0;
+            if (column >= work.positions) left = 0;
             run = work.base + number * pitch + column;
             window = step_window = 0;
             step = DEEP * pitch;
@@ -112,7 +127,7 @@ class Cursor {
             const Signed rest = static_cast<Signed>(static_cast<Offset>(g.outer) * windows)
                               - static_cast<Signed>(number);
             left = left < rest ? left : rest;
-            if (!work.any) left = 0;
+            if (work.positions == 0) left = 0;
             run = work.base + number / windows * pitch;
             window = number % windows;
             step = DEEP / windows * pitch;
@@ -190,3 +205,31 @@ struct Shelf {
             values[i] = place[((tile * inputs + input) * TILE + i) * THREADS + threadIdx.x];
     }
 };
+
+// The first parameter of a run in which they change.
+__device__ inline Offset first_parameter(const Work& work, const Geometry& g) {
+    return SPANS ? work.parameter * (static_cast<Offset>(g.inner) / static_cast<Offset>(g.span))
+                 : 0;
+}
+
+// Parameters of the elements of an access to a run in which they change, plus an offset. The
+// run's begin at `first`.
+__device__ inline void spread(
+    const Parameter& parameter, const Geometry& g, Offset first, const Access& access,
+    double absent, double offset, Accumulator (&numbers)[WIDTH]
+) {
+    const Signed span = static_cast<Signed>(g.span);
+    if (SPANS == 2 && span == 1 && access.valid) {
+        parameter.get(first + access.first, absent, offset, numbers);
+        return;
+    }
+    Accumulator number = 0;
+    #pragma unroll
+    for (int lane = 0; lane < WIDTH; ++lane) {
+        if (SPANS == 2 || lane == 0) {
+            number = access.has(lane) ? static_cast<Accumulator>(parameter.get(
+                first + (access.first + lane) / span, absent, offset)) : Accumulator(0);
+        }
+        numbers[lane] = number;
+    }
+}

@@ -38,10 +38,36 @@ template <class T> __device__ inline T read_last(const T* place) {
     return bits<T>(__ldcs(reinterpret_cast<const W*>(place)));
 }
 
+// Reads data that no kernel running at the time writes, and neighbouring threads will read too.
+template <class T> __device__ inline T read_shared(const T* place) {
+    using W = typename Word<sizeof(T)>::type;
+    return bits<T>(__ldg(reinterpret_cast<const W*>(place)));
+}
+
 // Writes data that this kernel will not read.
 template <class T> __device__ inline void write(T* place, const T& value) {
     using W = typename Word<sizeof(T)>::type;
     __stcs(reinterpret_cast<W*>(place), bits<W>(value));
+}
+
+__device__ inline double to_double(double value) { return value; }
+__device__ inline double to_double(float value) { return value; }
+__device__ inline double to_double(__half value) { return __half2float(value); }
+__device__ inline double to_double(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+// WIDTH numbers from an address that is aligned to as many, or to 16 bytes.
+template <class T> __device__ inline void read_numbers(
+    const T* place, double offset, Accumulator (&numbers)[WIDTH]
+) {
+    constexpr int each = sizeof(T) * WIDTH < 16 ? WIDTH : 16 / sizeof(T);
+    struct alignas(sizeof(T) * each) Part { T number[each]; };
+    #pragma unroll
+    for (int i = 0; i < WIDTH; i += each) {
+        const Part part = read_shared(reinterpret_cast<const Part*>(place + i));
+        #pragma unroll
+        for (int j = 0; j < each; ++j)
+            numbers[i + j] = static_cast<Accumulator>(to_double(part.number[j]) + offset);
+    }
 }
 
 // A parameter or running statistic: one number a channel, or none, of any type.
@@ -51,12 +77,31 @@ struct Parameter {
 
     template <class T> __device__ T* as() const { return static_cast<T*>(data); }
 
-    __device__ double get(Offset i, double absent) const {
+    __device__ double get(Offset i, double absent, double offset = 0.0) const {
         if (data == nullptr) return absent;
-        if (kind == 0) return read(as<float>() + i);
-        if (kind == 1) return read(as<double>() + i);
-        if (kind == 2) return __half2float(read(as<__half>() + i));
-        return __bfloat162float(read(as<__nv_bfloat16>() + i));
+        if (kind == 0) return read(as<float>() + i) + offset;
+        if (kind == 1) return read(as<double>() + i) + offset;
+        if (kind == 2) return to_double(read(as<__half>() + i)) + offset;
+        return to_double(read(as<__nv_bfloat16>() + i)) + offset;
+    }
+
+    // WIDTH neighbouring ones, the first of which is aligned, plus an offset.
+    __device__ void get(
+        Offset i, double absent, double offset, Accumulator (&numbers)[WIDTH]
+    ) const {
+        if (data == nullptr) {
+            #pragma unroll
+            for (int lane = 0; lane < WIDTH; ++lane)
+                numbers[lane] = static_cast<Accumulator>(absent);
+        } else if (kind == 0) {
+            read_numbers(as<float>() + i, offset, numbers);
+        } else if (kind == 1) {
+            read_numbers(as<double>() + i, offset, numbers);
+        } else if (kind == 2) {
+            read_numbers(as<__half>() + i, offset, numbers);
+        } else {
+            read_numbers(as<__nv_bfloat16>() + i, offset, numbers);
+        }
     }
 
     __device__ void set(Offset i, double value) const {

@@ -58,6 +58,9 @@ constexpr int LANES = COLUMNS ? 1 : WIDTH;
 // Moments of the elements that a thread has seen. All of its statistics have as many.
 class Accumulation {
   public:
+    // About zero if not `centered`: the mean is 0, and m2 the sum of squares.
+    __device__ explicit Accumulation(bool centered) : centered(centered) {}
+
     __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
         if (tile.whole()) add<true>(tile, x);
         else add<false>(tile, x);
@@ -78,6 +81,7 @@ class Accumulation {
     Accumulator center[STATISTICS], sum[STATISTICS], squares[STATISTICS];
     Accumulator count = 0;
     int tiles = 0;
+    bool centered;
 
     template <bool WHOLE> __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
         Accumulator number = TILE * LANES;
@@ -95,6 +99,7 @@ class Accumulation {
                 Accumulator pivot = widen(x[0].lane[s]);
                 if (!is_finite(pivot)) pivot = 0;
                 center[s] = pivot + total<WHOLE>(tile, x, s, pivot) / number;
+                if (!centered) center[s] = 0;
                 sum[s] = squares[s] = 0;
             }
         }
@@ -140,8 +145,8 @@ class Accumulation {
         const Accumulator reciprocal = 1 / count;
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
-            const Accumulator correction = sum[s] * reciprocal;
-            const Accumulator rest = squares[s] - sum[s] * correction;
+            const Accumulator correction = centered ? sum[s] * reciprocal : 0;
+            const Accumulator rest = centered ? squares[s] - sum[s] * correction : squares[s];
             const double middle = center[s];
             Moments all{mean[s], m2[s], seen};
             all.merge({is_finite(middle) ? middle + static_cast<double>(correction) : middle,

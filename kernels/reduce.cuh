@@ -10,12 +10,13 @@
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// Over the lanes of a warp that share a statistic: the first ACROSS lanes hold the result.
+// Over the lanes of a warp that share a statistic: the first ACROSS of them hold the result.
 template <class P> __device__ inline void reduce_warp(P (&values)[STATISTICS]) {
     #pragma unroll
-    for (int offset = 16; offset >= ACROSS; offset /= 2) {
+    for (int offset = GROUP_LANES / 2; offset >= ACROSS; offset /= 2) {
         #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) values[s].merge(values[s].down(offset, 32));
+        for (int s = 0; s < STATISTICS; ++s)
+            values[s].merge(values[s].down(offset, GROUP_LANES));
     }
 }
 
@@ -87,35 +88,33 @@ template <class P> __device__ inline P cluster_total(P* totals, int position) {
 #endif
 }
 
-// Over the parts of a statistic, by one warp: lane 0 holds the result.
+// Over `number` partial results from `first` on, by one warp: lane 0 holds the result.
 template <class P> __device__ inline P reduce_parts(
-    const double* partials, Offset statistic, Offset parts
+    const double* partials, Offset first, Offset number
 ) {
     P value = {};
-    for (Offset part = threadIdx.x % 32; part < parts; part += 32)
-        value.merge(P::read(partials, statistic * parts + part));
+    for (Offset part = threadIdx.x % 32; part < number; part += 32)
+        value.merge(P::read(partials, first + part));
     reduce_lanes(value);
     return value;
 }
 
-// Writes a group's part of its statistics, folded over its threads.
+// Writes a group's part of the results of its channels, folded over its threads.
 template <class P> __device__ inline void write_parts(
     P (&values)[STATISTICS], unsigned char* shared, double* partials, const Work& work,
-    const Geometry& g, const Cut& cut
+    const Cut& cut
 ) {
     const Offset parts = static_cast<Offset>(cut.parts);
     if (GROUP < THREADS) {
         reduce_warp(values);
-        if (threadIdx.x % 32 == 0 && work.any)
-            values[0].write(partials, work.statistic * parts + work.part);
+        if (threadIdx.x % GROUP == 0 && work.positions)
+            values[0].write(partials, work.channel * parts + work.part);
         return;
     }
     auto& folds = *reinterpret_cast<Folds<P>*>(shared);
     reduce_block(values, folds);
-    for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
-        if (work.channel + p < static_cast<Offset>(g.group))
-            folds.totals[p].write(partials, (work.statistic + p) * parts + work.part);
-    }
+    for (Offset p = threadIdx.x; p < work.positions; p += THREADS)
+        folds.totals[p].write(partials, (work.channel + p) * parts + work.part);
 }
 
 // A thread's own of the coefficients of a block.
@@ -127,31 +126,32 @@ template <class C> __device__ inline void take(C (&mine)[STATISTICS], const C* a
 // Gives every thread the coefficients of its statistics; `find` makes those of a position,
 // called by one thread of each group.
 template <class C, class Find> __device__ inline void distribute(
-    C (&mine)[STATISTICS], unsigned char* shared, const Work& work, const Geometry& g, Find find
+    C (&mine)[STATISTICS], unsigned char* shared, const Work& work, Find find
 ) {
     if (GROUP < THREADS) {
-        mine[0] = (threadIdx.x % 32 == 0 ? find(0) : C{}).from_lane_0();
+        mine[0] = (threadIdx.x % GROUP == 0 && work.positions ? find(0) : C{}).from_lane_0();
         return;
     }
     auto* all = reinterpret_cast<C*>(shared);
-    for (int p = threadIdx.x; p < POSITIONS; p += THREADS)
-        if (work.channel + p < static_cast<Offset>(g.group)) all[p] = find(p);
+    for (Offset p = threadIdx.x; p < work.positions; p += THREADS) all[p] = find(p);
     __syncthreads();
     take(mine, all);
 }
 
-// Makes of the threads' values the coefficients that each of them needs. `finish` turns the
-// total of a position into coefficients; one thread of each block calls it. The blocks of a
-// cluster read each other's totals, so each waits at its end (`cluster_wait`) until all
-// have read.
-template <class P, class C, class Finish> __device__ inline void fold(
+// Makes of the threads' values the coefficients that each of them needs. `weigh(position,
+// total)` is what the total of a channel adds to its statistic; `finish(position, total, all)`
+// turns that total, and that of the statistic, into coefficients; one thread of each block calls
+// them. The blocks of a cluster read each other's totals, so each waits at its end
+// (`cluster_wait`) until all have read.
+template <class P, class C, class Weigh, class Finish> __device__ inline void fold(
     P (&values)[STATISTICS], C (&mine)[STATISTICS], unsigned char* shared, const Work& work,
-    const Geometry& g, Finish finish
+    const Geometry& g, Weigh weigh, Finish finish
 ) {
     if (GROUP < THREADS) {
         reduce_warp(values);
         C found = {};
-        if (threadIdx.x % 32 == 0 && work.any) found = finish(0, values[0]);
+        if (threadIdx.x % GROUP == 0 && work.positions)
+            found = finish(0, values[0], weigh(0, values[0]));
         mine[0] = found.from_lane_0();
         return;
     }
@@ -160,10 +160,23 @@ template <class P, class C, class Finish> __device__ inline void fold(
     reduce_block(values, header.folds);
     cluster_arrive();
     cluster_wait();
-    for (int p = threadIdx.x; p < POSITIONS; p += THREADS) {
+    P* const weighted = header.folds.partials;  // nobody needs these any more
+    if (MERGED) {
+        for (Offset p = threadIdx.x; p < work.positions; p += THREADS)
+            weighted[p] = weigh(p, cluster_total(header.folds.totals, p));
+        __syncthreads();
+    }
+    for (Offset p = threadIdx.x; p < work.positions; p += THREADS) {
         const P total = cluster_total(header.folds.totals, p);
-        if (work.channel + p < static_cast<Offset>(g.group))
-            header.coefficients[p] = finish(p, total);
+        P all = {};
+        if (MERGED) {
+            const Offset members = static_cast<Offset>(g.members);
+            const Offset first = p / members * members;
+            for (Offset m = first; m < first + members; ++m) all.merge(weighted[m]);
+        } else {
+            all = weigh(p, total);
+        }
+        header.coefficients[p] = finish(p, total, all);
     }
     cluster_arrive();
     __syncthreads();

@@ -4,19 +4,20 @@
 struct MomentsArguments {
     const Element* x;
     double* partials;
+    long long centered;  // 0: about zero
     Geometry geometry;
     Cut cut;
 };
 
-// Moments of every part of every statistic.
+// Moments of every part of every channel.
 //
-// A group of threads takes one part of its statistics, reading x once; partials[statistic,
+// A group of threads takes one part of its channels, reading x once; partials[channel,
 // part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
 KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
-    Accumulation accumulation;
+    Accumulation accumulation(a.centered != 0);
     for (long long n = 0; n < a.cut.tiles; ++n) {
         const Tile tile(cursor);
         Vector x[TILE];
@@ -25,7 +26,7 @@ KERNEL moments(const MomentsArguments a) {
     }
     Moments values[STATISTICS];
     accumulation.finish(values);
-    write_parts(values, shared, a.partials, work, a.geometry, a.cut);
+    write_parts(values, shared, a.partials, work, a.cut);
 }
 
 struct FinishMomentsArguments {
@@ -39,8 +40,9 @@ struct FinishMomentsArguments {
 KERNEL finish_moments(const FinishMomentsArguments a) {
     const Offset statistic = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (statistic >= static_cast<Offset>(a.statistics)) return;
+    const Offset parts = static_cast<Offset>(a.parts);
     const Moments total =
-        reduce_parts<Moments>(a.partials, statistic, static_cast<Offset>(a.parts));
+        reduce_parts<Moments>(a.partials, statistic * parts, parts);
     if (threadIdx.x % 32 != 0) return;
     write(a.mean + statistic, static_cast<Accumulator>(total.mean));
     write(a.m2 + statistic, static_cast<Accumulator>(total.m2));
@@ -49,13 +51,21 @@ KERNEL finish_moments(const FinishMomentsArguments a) {
 struct UpdateRunningArguments {
     Parameter running_mean, running_var, mean, var;
     double scale, factor;
-    long long statistics;
+    long long channels, samples;
 };
 
-// running = running * (1 - factor) + batch * factor, one thread a channel.
+// running = running * (1 - factor) + batch * factor, where batch is the average of the samples'
+// statistics: one thread a channel, which adds them up in order.
 KERNEL update_running(const UpdateRunningArguments a) {
-    const Offset i = static_cast<Offset>(blockIdx.x) * THREADS + threadIdx.x;
-    if (i >= static_cast<Offset>(a.statistics)) return;
-    a.running_mean.blend(i, a.mean.get(i, 0.0), a.factor);
-    a.running_var.blend(i, a.var.get(i, 0.0) * a.scale, a.factor);
+    const Offset channels = static_cast<Offset>(a.channels);
+    const Offset channel = static_cast<Offset>(blockIdx.x) * THREADS + threadIdx.x;
+    if (channel >= channels) return;
+    double mean = 0.0, var = 0.0;
+    for (Offset i = channel; i < channels * static_cast<Offset>(a.samples); i += channels) {
+        mean += a.mean.get(i, 0.0);
+        var += a.var.get(i, 0.0);
+    }
+    const double samples = static_cast<double>(a.samples);
+    a.running_mean.blend(channel, mean / samples, a.factor);
+    a.running_var.blend(channel, var / samples * a.scale, a.factor);
 }

@@ -9,10 +9,13 @@
 //   ALIGNED      1: every run begins and ends with a whole access
 //   TILE         accesses that a thread has in flight for each input
 //   THREADS      threads of a block
-//   GROUP        threads that share a statistic: 32, or all of the block
+//   GROUP        threads that share a statistic: 8, 16 or 32, or all of the block
 //   ACROSS       threads side by side along a row of columns; 1 for runs
 //   CLUSTER      blocks of a cluster, which share statistics; 1: no cluster
 //   HEADER       bytes of shared memory before the elements that are kept there
+//   MERGED       1: neighbouring channels, `members` of them, share a statistic
+//   SPANS        parameters of runs: 0: one a run, of its channel; 1: they change between
+//                accesses; 2: within them
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,6 +47,7 @@ constexpr int STATISTICS = COLUMNS ? WIDTH : 1;   // of a thread
 constexpr int POSITIONS = ACROSS * STATISTICS;    // statistics of a group of threads
 constexpr int DEEP = GROUP / ACROSS;              // threads that share each of them
 constexpr int WARPS = THREADS / 32;
+constexpr int GROUP_LANES = GROUP < 32 ? GROUP : 32;  // of a warp that share a statistic
 
 // A multiprocessor's registers hold 512 threads of 128.
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
@@ -54,10 +58,13 @@ constexpr int WARPS = THREADS / 32;
 #endif
 
 static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0 && THREADS <= 512, "whole warps");
-static_assert(GROUP == THREADS || GROUP == 32, "a group is a block or a warp");
+static_assert(GROUP == THREADS || GROUP == 32 || GROUP == 16 || GROUP == 8,
+              "a group is a block, a warp or a part of a warp");
 static_assert(ACROSS <= 32 && (ACROSS & (ACROSS - 1)) == 0, "a warp holds whole rows");
 static_assert(COLUMNS || ACROSS == 1, "runs lie along memory");
 static_assert(!COLUMNS || (ALIGNED && GROUP == THREADS), "columns are taken by blocks, aligned");
+static_assert(!MERGED || COLUMNS, "merged runs are one run");
+static_assert(!SPANS || (!COLUMNS && ALIGNED), "rows are runs, taken alike");
 
 __device__ inline Accumulator widen(Element value) {
 #if defined(ELEMENT_FLOAT16)
@@ -91,6 +98,9 @@ __device__ inline double times_residual(double residual, double factor) {
 // The two structures below stand on the host side in the same order.
 struct Geometry {
     long long batch, outer, group, inner;
+    long long members;     // neighbouring channels that share a statistic
+    long long parameters;  // weights: `group`, or every sample has its own
+    long long span;        // elements of a run that share a parameter; unused without SPANS
 };
 
 // How a geometry is cut into the work of blocks.
@@ -100,4 +110,5 @@ struct Cut {
     long long parts;    // parts of a statistic: blocks that work on it
     long long tiles;    // tiles of a part
     long long shift;    // elements from the 16-byte boundary before the arrays to their start
+    long long taken;    // of the POSITIONS of a group of threads, those it works on
 };

@@ -36,10 +36,13 @@ EVERYWHERE = {
     "test_batch_norm.py",
     "test_errors.py",
     "test_gradients.py",
+    "test_group_norm.py",
+    "test_layer_norm.py",
     "test_layers.py",
     "test_numerics.py",
     "test_properties.py",
     "test_running_statistics.py",
+    "test_scale_shift.py",
 }
 CUDA_ONLY = {"test_cuda_kernels.py", "test_cuda_mutants.py", "test_cuda_traffic.py"}
 

@@ -20,7 +20,7 @@ from harness import cuda_headers
 
 from cunorm.cuda import launch, source
 from cunorm.cuda.launch import Alignment, Device
-from cunorm.geometry import Geometry
+from cunorm.geometry import batch_norm_geometry, group_norm_geometry, row_norm_geometry
 
 #: Distributions of NVRTC and of the headers that go with it.
 RELEASES = {
@@ -34,19 +34,32 @@ _PLAIN = Alignment(16, 0)
 _LARGE = Device(90, 132, 227 << 10, 228 << 10)  # H200
 _SMALL = Device(75, 40, 64 << 10, 64 << 10)  # T4
 
+
+def channels(outer, group, inner):
+    """Geometry of batch norm over (outer, group, inner)."""
+    return batch_norm_geometry((outer, group, inner), 1)
+
+
 #: What is compiled: a name, a geometry, how the arrays lie.
 LAYOUTS = {
-    "runs, warp": (Geometry(1, 8, 16, 16), _PLAIN),
-    "runs, block": (Geometry(1, 64, 256, 200), _PLAIN),
-    "runs, cluster": (Geometry(1, 64, 512, 784), _PLAIN),
-    "runs, stream": (Geometry(1, 8, 2, 1 << 20), _PLAIN),
-    "runs, narrow": (Geometry(1, 64, 512, 49), _PLAIN),
-    "runs, unaligned": (Geometry(1, 64, 128, 12321), _PLAIN),
-    "runs, 64-bit": (Geometry(1, 8, 2, 1 << 28), _PLAIN),
-    "columns, block": (Geometry(1, 128, 1024, 1), _PLAIN),
-    "columns, cluster": (Geometry(1, 12544, 1024, 1), _PLAIN),
-    "columns, stream": (Geometry(1, 200704, 256, 1), _PLAIN),
-    "columns, narrow": (Geometry(1, 5000, 1001, 1), _PLAIN),
+    "runs, warp": (channels(8, 16, 16), _PLAIN),
+    "runs, block": (channels(64, 256, 200), _PLAIN),
+    "runs, cluster": (channels(64, 512, 784), _PLAIN),
+    "runs, stream": (channels(8, 2, 1 << 20), _PLAIN),
+    "runs, narrow": (channels(64, 512, 49), _PLAIN),
+    "runs, unaligned": (channels(64, 128, 12321), _PLAIN),
+    "runs, 64-bit": (channels(8, 2, 1 << 28), _PLAIN),
+    "columns, block": (channels(128, 1024, 1), _PLAIN),
+    "columns, cluster": (channels(12544, 1024, 1), _PLAIN),
+    "columns, stream": (channels(200704, 256, 1), _PLAIN),
+    "columns, narrow": (channels(5000, 1001, 1), _PLAIN),
+    "columns, merged": (group_norm_geometry((64, 784, 256), 2, 32), _PLAIN),
+    "rows, part of a warp": (row_norm_geometry((131072, 128), 1), _PLAIN),
+    "rows, block": (row_norm_geometry((16384, 4096), 1), _PLAIN),
+    "rows, cluster": (row_norm_geometry((64, 81920), 1), _PLAIN),
+    "rows, stream": (row_norm_geometry((2, 1 << 22), 1), _PLAIN),
+    "rows, odd": (row_norm_geometry((1024, 12321), 1), _PLAIN),
+    "rows, spans": (group_norm_geometry((128, 256, 784), 1, 32), _PLAIN),
 }
 
 
@@ -158,22 +171,32 @@ def accesses(code):
     return counts
 
 
-FILES = {1: ("statistics.cu", "transform.cu"), 2: ("backward.cu",)}  # by number of operands
+FILES = {1: ("statistics.cu", "transform.cu"), 2: ("backward.cu", "rows.cu")}  # by operands
+
+
+def files_of(layout, operands):
+    """The files of kernels that a layout has a use for of its own."""
+    if not layout.startswith("rows"):
+        return [file for file in FILES[operands] if file != "rows.cu"]
+    if layout == "rows, stream":
+        return FILES[operands]
+    return ("transform.cu",) if operands == 1 else ("rows.cu",)
 
 
 def main():
     """Markdown: registers of every kernel for an architecture (90 if none is given)."""
     architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    names = ("moments", "transform", "normalize", "reduce", "input_gradient", "backward")
+    names = ("moments", "transform", "normalize", "reduce", "input_gradient", "backward",
+             "backward_rows")  # fmt: skip
     print(f"sm_{architecture}, NVRTC 13: registers for float16, bfloat16, float32, float64\n")
-    print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * 7}|")
+    print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * 8}|")
     spills = 0
     for layout in LAYOUTS:
         registers = {name: [] for name in names}
         for dtype in DTYPES:
-            for operands, files in FILES.items():
+            for operands in FILES:
                 options = specialization(layout, dtype, operands, architecture)
-                for file in files:
+                for file in files_of(layout, operands):
                     made = compile_kernels(file, options, architecture).kernels
                     spills += sum(kernel.spills for kernel in made.values())
                     for name in set(names) & set(made):

@@ -6,8 +6,17 @@ import nvrtc
 import pytest
 
 #: Where clusters are missing, their plans are others' again.
-WITHOUT_CLUSTERS = [
-    name for name in nvrtc.LAYOUTS if name not in ("runs, cluster", "columns, cluster")
+WITHOUT_CLUSTERS = [name for name in nvrtc.LAYOUTS if not name.endswith("cluster")]
+
+#: For all architectures; all of them for the oldest and for the first with clusters.
+MAIN = [
+    "runs, warp",
+    "runs, block",
+    "runs, unaligned",
+    "columns, block",
+    "rows, part of a warp",
+    "rows, block",
+    "rows, stream",
 ]
 
 
@@ -16,8 +25,9 @@ def compile_all(architecture, layouts, dtypes, release=13):
     jobs = []
     for layout in layouts:
         for dtype in dtypes:
-            for operands, files in nvrtc.FILES.items():
+            for operands in nvrtc.FILES:
                 options = nvrtc.specialization(layout, dtype, operands, architecture)
+                files = nvrtc.files_of(layout, operands)
                 jobs += [(layout, dtype, file, options) for file in files]
 
     def job(arguments):
@@ -41,18 +51,18 @@ def check(made, layout, dtype, file):
 
 @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
 def test_no_warnings_and_no_spills(architecture):
-    layouts = nvrtc.LAYOUTS if architecture == 90 else WITHOUT_CLUSTERS
+    layouts = {75: WITHOUT_CLUSTERS, 90: nvrtc.LAYOUTS}.get(architecture, MAIN)
     names = set()
     for layout, dtype, file, _, made in compile_all(architecture, layouts, nvrtc.DTYPES):
         check(made, layout, dtype, file)
         names |= set(made.kernels)
-    assert len(names) == 10
+    assert len(names) == 13
 
 
 @pytest.mark.parametrize("architecture", [75, 90, 120])
 def test_older_compiler(architecture):
     """NVRTC of CUDA 12, for the main layouts: it compiles what that of CUDA 13 does."""
-    layouts = ["runs, warp", "runs, block", "runs, unaligned", "columns, block"]
+    layouts = ["runs, warp", "runs, block", "runs, unaligned", "columns, block", "rows, block"]
     layouts += ["runs, cluster"] if architecture >= 90 else []
     for layout, dtype, file, _, made in compile_all(
         architecture, layouts, nvrtc.DTYPES[:3], release=12
@@ -65,8 +75,10 @@ def test_older_compiler(architecture):
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize(
-    "layout", ["runs, block", "runs, stream", "columns, block", "runs, unaligned"]
-)
+    "layout",
+    ["runs, block", "runs, stream", "columns, block", "runs, unaligned", "rows, block",
+     "rows, spans"],
+)  # fmt: skip
 def test_machine_code(layout, architecture):
     """Elements move 16 bytes at a time, several loads are in flight, nothing is in local memory."""
     for _, dtype, file, options, made in compile_all(architecture, [layout], nvrtc.DTYPES[:3]):
@@ -77,18 +89,22 @@ def test_machine_code(layout, architecture):
             counts = nvrtc.accesses(code)
             what = f"{name}, {dtype}: {counts}"
             assert not {"LDL", "STL"} & set(counts), what
-            if name in ("finish_moments", "finish_statistics", "finish_sums", "update_running"):
+            if name.startswith("finish") or name in ("update_running", "share_sums", "add_up"):
                 continue
-            inputs = 2 if file == "backward.cu" else 1
+            inputs = 2 if file in ("backward.cu", "rows.cu") else 1
             assert counts.get("LDG.128", 0) >= tile * inputs, what
-            if name not in ("moments", "reduce"):
+            if name != "moments":
                 assert counts.get("STG.128", 0) >= tile, what
 
 
 def test_clusters():
     """The attribute that a plain launch needs is there, and barriers of the whole cluster."""
-    for file, name, operands in (("transform.cu", "normalize", 1), ("backward.cu", "backward", 2)):
-        options = nvrtc.specialization("runs, cluster", nvrtc.DTYPES[2], operands, 90)
+    for file, name, operands, layout in (
+        ("transform.cu", "normalize", 1, "runs, cluster"),
+        ("backward.cu", "backward", 2, "runs, cluster"),
+        ("rows.cu", "backward_rows", 2, "rows, cluster"),
+    ):
+        options = nvrtc.specialization(layout, nvrtc.DTYPES[2], operands, 90)
         made = nvrtc.compile_kernels(file, options, 90)
         text = nvrtc.listing(made.cubin)
         assert text.count("EIATTR_CTA_PER_CLUSTER") == 1  # of one kernel alone

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import reference
 import tolerances
+from cases import check, group, instance, layer, operands, rms, scale_shift
+from cases import check_forward as check_forward_of
 from test_batch_norm import check_backward, check_forward
 from tolerances import assert_within
 
@@ -273,6 +275,161 @@ def test_steps_on_every_candidate_are_the_whole(rng, force):
     assert_within(dx, expected.dx, bounds.dx, "dx")
 
 
+#: (case, shape) of statistics with several parameters: rows of whole and odd lengths, groups of
+#: channels first, whose parameters change within accesses, between them and seldom, and last.
+SHORT_ROWS = [
+    (layer(), (37, 7)),
+    (layer(), (21, 48)),
+    (rms(), (6, 130)),
+    (group(4), (5, 12, 5)),
+    (group(3), (9, 24)),
+]
+ROWS = [
+    (layer(), (70, 600)),
+    (layer(), (5, 3001)),
+    (rms(weight_offset=1.0), (7, 2050)),
+    (group(2), (3, 8, 640)),
+    (group(4), (5, 12, 49)),
+    (group(2), (9, 48, 33)),
+    (group(2), (3, 80, 20)),
+]
+MERGED = [
+    (group(4, -1), (3, 50, 12)),
+    (group(8, -1), (2, 70, 64)),
+    (group(2, -1), (2, 300, 20)),
+    (group(5, -1), (3, 33, 155)),
+]
+CHANNELS = [
+    (instance(), (3, 5, 401)),
+    (instance(), (4, 6, 12, 12)),
+    (instance(-1), (3, 60, 10)),
+]
+NORMS = [
+    ("warp", SHORT_ROWS),
+    ("block", ROWS + MERGED + CHANNELS),
+    ("cluster", ROWS + MERGED + CHANNELS),
+    ("whole_block", [ROWS[0], ROWS[4], MERGED[1]]),
+    ("whole_cluster", [ROWS[1], ROWS[3], MERGED[2]]),
+    ("stream", [*ROWS, *MERGED, *CHANNELS, (group(4, 2), (3, 5, 12, 6))]),
+]
+
+
+def check_norm(rng, case, shape, dtype):
+    """Against the reference, the same bits in place, and without dx or what else is wanted."""
+    x, dy, weight, bias = operands(rng, case, shape, dtype)
+    y, saved, dx, *gradients = check(case, x, dy, weight, bias)
+    in_place = x.copy()
+    case.forward(in_place, weight, bias, out=in_place)
+    np.testing.assert_array_equal(in_place, y)
+    in_place = dy.copy()
+    case.backward(in_place, x, saved, weight, out=in_place)
+    np.testing.assert_array_equal(in_place, dx)
+    for mask in [(True, False, False), (False, True, True)]:
+        masked = case.backward(dy, x, saved, weight, output_mask=mask)
+        for wanted, whole, part in zip(mask, (dx, *gradients), masked, strict=True):
+            assert (part is None) == (not wanted or whole is None)
+            if part is not None:
+                np.testing.assert_array_equal(part, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    ("name", "case", "shape"), [(name, *case) for name, cases in NORMS for case in cases], ids=str
+)
+def test_candidate_of_norms(rng, force, monkeypatch, name, case, shape, dtype):
+    force(name)
+    made = plans(monkeypatch)
+    check_norm(rng, case, shape, dtype)
+    assert {plan.name for plan in made} <= {name, "warp", "stream"}
+    assert any(plan.name == name for plan in made)
+
+
+@pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
+@pytest.mark.parametrize("index", [0, 3])
+def test_wide_offsets_of_norms(rng, force, monkeypatch, name, index):
+    force(name, wide=True)
+    made = plans(monkeypatch)
+    check_norm(rng, *(SHORT_ROWS if name == "warp" else ROWS)[index], np.float32)
+    assert all("-DWIDE=1" in plan.options for plan in made)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize(("case", "shape"), [ROWS[1], ROWS[3], ROWS[4], MERGED[3]], ids=str)
+def test_larger_clusters_of_norms(rng, force, monkeypatch, size, case, shape):
+    """Also where a parameter's elements fill fewer blocks than the cluster has."""
+    force("cluster")
+    monkeypatch.setattr(launch, "_CLUSTERS", (size,))
+    check_norm(rng, case, shape, np.float32)
+
+
+@pytest.mark.parametrize("name", ["warp", "block", "stream"])
+@pytest.mark.parametrize("multiprocessors", [1, 2, 30])
+def test_samples_in_blocks(rng, force, monkeypatch, on_backend, name, multiprocessors):
+    """Many samples a block, one after another, and a few left over."""
+    if on_backend is None:
+        pytest.skip("a GPU has the multiprocessors that it has")
+    device = on_backend.properties._replace(multiprocessors=multiprocessors)
+    monkeypatch.setattr(on_backend, "properties", device)
+    monkeypatch.setattr(launch, "_MOST_SAMPLES", 40)
+    force(name)
+    made = plans(monkeypatch)
+    check_norm(rng, layer(), (333, 40) if name == "warp" else (83, 300), np.float32)
+    assert any(plan.samples > 1 and plan.sample_blocks > 1 for plan in made)
+
+
+@pytest.mark.parametrize("name", ["warp", "block", "stream"])
+def test_parameters_anywhere(rng, force, name):
+    """Rows read several parameters at once; these may begin anywhere, and be of any type."""
+    force(name)
+    shape = (6, 48) if name == "warp" else (4, 640)
+    for dtype, weight_dtype, bias_dtype in [
+        (np.float16, np.float16, np.float32),
+        (np.float16, np.float64, np.float16),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16, np.float64),
+        (np.float32, np.float64, np.float32),
+        (np.float64, np.float32, np.float64),
+    ]:
+        x, dy, weight, bias = operands(rng, layer(), shape, dtype)
+        weight, bias = (
+            np.concatenate([values[:1], values]).astype(kind)[1:]
+            for values, kind in ((weight, weight_dtype), (bias, bias_dtype))
+        )
+        _, saved = check_forward_of(layer(), x, weight, bias)
+        _, dweight, dbias = layer().backward(dy, x, saved, weight)
+        assert dweight.dtype == weight_dtype
+        assert dbias.dtype == bias_dtype
+
+
+@pytest.mark.parametrize("length", [257, 1001, 258])
+@pytest.mark.parametrize("case", [layer(), rms(), group(1)], ids=str)
+def test_rows_have_the_same_bits_wherever_they_lie(rng, case, length):
+    """Rows of odd length begin at every distance from a 16-byte boundary."""
+    x, dy, weight, bias = operands(rng, case, (1, length), np.float32)
+    x, dy = np.repeat(x, 9, 0), np.repeat(dy, 9, 0)
+    y, saved = case.forward(x, weight, bias)
+    dx = case.backward(dy, x, saved, weight)[0]
+    assert (y == y[0]).all()
+    assert (dx == dx[0]).all()
+    for i in range(1, 5):
+        alone, saved = case.forward(x[i : i + 1], weight, bias)
+        np.testing.assert_array_equal(alone, y[:1])
+        dx_alone = case.backward(dy[i : i + 1], x[i : i + 1], saved, weight)[0]
+        np.testing.assert_array_equal(dx_alone, dx[:1])
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("name", ["warp", "stream"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_candidate_of_scale_shift(rng, force, name, axis, per_sample, dtype):
+    """In one sweep forward, and in one backward."""
+    if name == "warp" and axis == -1:
+        pytest.skip("columns are never taken by warps")
+    force(name)
+    shape = (3, 12, 9, 3) if name == "warp" else (3, 20, 40) if axis == 1 else (3, 100, 12)
+    check_norm(rng, scale_shift(per_sample, axis), shape, dtype)
+
+
 def sparse(shape):
     """A float16 array of zeros that takes no memory before it is written."""
     memory = mmap.mmap(-1, int(np.prod(shape)) * 2)
@@ -337,4 +494,4 @@ def test_every_kernel_has_been_executed(request, on_backend):
     for path in source.folder().glob("*.cu"):
         names |= set(re.findall(r"\b(\w+)\(\s*const \w+ a\s*\) \{", path.read_text()))
     assert names == set(on_backend.launched)
-    assert len(names) == 10
+    assert len(names) == 13

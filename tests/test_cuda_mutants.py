@@ -106,8 +106,8 @@ MUTANTS = {
     "a lane left out": (
         "test_candidate and warp",
         "reduce.cuh",
-        "int offset = 16; offset >= ACROSS;",
-        "int offset = 8; offset >= ACROSS;",
+        "int offset = GROUP_LANES / 2; offset >= ACROSS;",
+        "int offset = GROUP_LANES / 4; offset >= ACROSS;",
     ),
     "rounding of the mean not corrected": (
         "mean_much_larger",
@@ -123,9 +123,9 @@ MUTANTS = {
     ),
     "coefficients of another lane": (
         "test_candidate and warp",
-        "backward.cu",
-        "slope, 0), __shfl_sync",
-        "slope, 1), __shfl_sync",
+        "gradients.cuh",
+        "slope, 0, GROUP",
+        "slope, 1, GROUP",
     ),
     "running statistics updated by every part": (
         "running_statistics_of_every_type and cluster",
@@ -136,8 +136,86 @@ MUTANTS = {
     "channels beyond the last": (
         "test_candidate and stream and (300 or 130)",
         "layout.cuh",
-        "if (work.channel + column >= static_cast<Offset>(g.group)) left = 0;",
+        "if (column >= work.positions) left = 0;",
         "",
+    ),
+    "parameters of the first row for all": (
+        "test_candidate_of_norms and block and group",
+        "layout.cuh",
+        "return SPANS ? work.parameter *",
+        "return SPANS ? 0 *",
+    ),
+    "one parameter for all lanes of an access": (
+        "test_candidate_of_norms and block and 33",
+        "layout.cuh",
+        "if (SPANS == 2 || lane == 0)",
+        "if (lane == 0)",
+    ),
+    "a group of channels that begins elsewhere": (
+        "test_candidate_of_norms and block and 50",
+        "reduce.cuh",
+        "const Offset first = p / members * members;",
+        "const Offset first = p;",
+    ),
+    "lost barrier before members are merged": (
+        "test_candidate_of_norms and block and 50",
+        "reduce.cuh",
+        "cluster_total(header.folds.totals, p));\n        __syncthreads();",
+        "cluster_total(header.folds.totals, p));",
+    ),
+    "weight left out of the sums of a group": (
+        "test_candidate_of_norms and block and 50",
+        "backward.cu",
+        "return total.times(weight_of(a, work.parameter + p));",
+        "return total;",
+    ),
+    "weight of another channel in streamed sums": (
+        "test_candidate_of_norms and stream and group",
+        "backward.cu",
+        "weight_of(a, (first + m) %",
+        "weight_of(a, m %",
+    ),
+    "a sample twice": (
+        "test_samples_in_blocks and block",
+        "rows.cu",
+        "turn += THREADS / GROUP",
+        "turn += (THREADS / GROUP + 1) / 2 - (turn > block * size)",
+    ),
+    "the last sample left out": (
+        "test_samples_in_blocks and warp",
+        "rows.cu",
+        "(block + 1) * size : batch;",
+        "(block + 1) * size : batch - 1;",
+    ),
+    "lost barrier before gradients are gathered": (
+        "test_candidate_of_norms and block and layer",
+        "rows.cu",
+        "    __syncthreads();\n    // The elements",
+        "    // The elements",
+    ),
+    "gradients of the first group of threads alone": (
+        "test_candidate_of_norms and warp",
+        "rows.cu",
+        "thread < THREADS; thread += GROUP",
+        "thread < GROUP; thread += GROUP",
+    ),
+    "gradients of one tile for all": (
+        "test_candidate_of_norms and block",
+        "rows.cu",
+        "kept, n * TILE, tile",
+        "kept, 0, tile",
+    ),
+    "a warp's terms left out": (
+        "test_candidate_of_norms and block and instance",
+        "backward.cu",
+        "for (int other = 1; other < WARPS; ++other)",
+        "for (int other = 2; other < WARPS; ++other)",
+    ),
+    "statistics about the mean after all": (
+        "test_candidate_of_norms and RMS",
+        "moments.cuh",
+        "const Accumulator correction = centered ? ",
+        "const Accumulator correction = true ? ",
     ),
 }
 
@@ -169,4 +247,5 @@ def test_planted_bug_is_found(tmp_path, name, on_backend):
     result = run_tests(name, tmp_path / "kernels")
     assert result.returncode != 0, f"{name}: nothing failed"
     found = "FAILED" in result.stdout or "AddressSanitizer" in result.stderr
-    assert found or "runtime error" in result.stderr, result.stdout + result.stderr
+    crashed = "runtime error" in result.stderr or "Fatal Python error" in result.stderr
+    assert found or crashed, result.stdout + result.stderr

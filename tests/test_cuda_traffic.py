@@ -1,11 +1,13 @@
 """Bytes that the CUDA kernels move through global memory, counted access by access.
 
 A pass is one reading or writing of an array the size of x. What comes on top, parameters,
-statistics and partial results, is O(C): it does not grow with the elements of a channel.
+statistics and partial results, is O(C): it does not grow with the elements of a channel. Rows,
+whose elements have parameters of their own, read these anew, from the caches.
 """
 
 import numpy as np
 import pytest
+from cases import group, instance, layer, operands, rms, scale_shift
 
 import cunorm
 from cunorm.cuda import launch
@@ -25,7 +27,8 @@ PASSES = {
     ("backward", "block"): (2, 1),
     ("backward", "cluster"): (2, 1),
     ("backward", "stream"): (4, 1),
-    ("backward of inference", "block"): (2, 1),
+    ("backward of inference", "warp"): (2, 1),
+    ("backward of inference", "stream"): (2, 1),
     ("parameters' gradients", "block"): (2, 0),
     ("parameters' gradients", "stream"): (2, 0),
     ("statistics", "stream"): (1, 0),
@@ -53,34 +56,42 @@ def operation(name, x, dy, out, axis):
     return lambda: cunorm.batch_norm_backward(dy, x, saved, weight, out=out)
 
 
+@pytest.fixture
+def only(monkeypatch):
+    """Have one candidate alone, however few the blocks."""
+
+    def only(plan):
+        candidate = (getattr(launch, f"_{plan}"),)
+        monkeypatch.setattr(launch, "CANDIDATES", candidate)
+        monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)
+        if plan in ("warp", "stream"):
+            monkeypatch.setattr(launch, "SWEEPS", candidate)
+        launch.plan.cache_clear()
+        launch.sweep.cache_clear()
+
+    yield only
+    launch.plan.cache_clear()
+    launch.sweep.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)
 @pytest.mark.parametrize(("shape", "axis"), [RUNS, COLUMNS], ids=["runs", "columns"])
 @pytest.mark.parametrize(("name", "plan"), list(PASSES), ids=lambda value: value)
-def test_passes(rng, on_backend, monkeypatch, name, plan, shape, axis, dtype):
+def test_passes(rng, on_backend, only, name, plan, shape, axis, dtype):
     if on_backend is None:
         pytest.skip("accesses are counted where the kernels are executed on the CPU")
     if plan == "warp":
         if axis == -1:
             pytest.skip("columns are never taken by warps")
         shape = (2, 40, 12, 8)
-    candidate = (getattr(launch, f"_{plan}"),)
-    monkeypatch.setattr(launch, "CANDIDATES", candidate)
-    monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)
-    if plan != "block" and plan != "cluster":
-        monkeypatch.setattr(launch, "SWEEPS", candidate)
-    launch.plan.cache_clear()
-    launch.sweep.cache_clear()
-    try:
-        x, dy, out = rng.standard_normal((3, *shape)).astype(dtype)
-        call = operation(name, x, dy, out, axis)
-        with on_backend.watching(x, dy, out):
-            call()
-        read, written, *others = on_backend.traffic.astype(int).tolist()
-        assert read == PASSES[name, plan][0] * x.nbytes
-        assert written == PASSES[name, plan][1] * x.nbytes
-    finally:
-        launch.plan.cache_clear()
-        launch.sweep.cache_clear()
+    only(plan)
+    x, dy, out = rng.standard_normal((3, *shape)).astype(dtype)
+    call = operation(name, x, dy, out, axis)
+    with on_backend.watching(x, dy, out):
+        call()
+    read, written, *others = on_backend.traffic.astype(int).tolist()
+    assert read == PASSES[name, plan][0] * x.nbytes
+    assert written == PASSES[name, plan][1] * x.nbytes
     # A thread reads the means of its channels; a channel of a block has 4 parameters, 5
     # statistics and 3 numbers of each of its parts, which every block may read.
     statistics = on_backend.blocks * min(shape[axis], 64 if axis == -1 else 4)
@@ -88,3 +99,55 @@ def test_passes(rng, on_backend, monkeypatch, name, plan, shape, axis, dtype):
     allowed = on_backend.threads * 8 * 8 // np.dtype(dtype).itemsize * 2
     allowed += statistics * 8 * (9 + 3 * parts)
     assert sum(others) <= allowed
+
+
+#: Passes (read, written) forward and backward, by plan.
+RESIDENT = dict.fromkeys(("warp", "block", "cluster"), ((1, 1), (2, 1)))
+STREAMED = {"stream": ((2, 1), (4, 1))}
+ONE_SWEEP = dict.fromkeys(("warp", "stream"), ((1, 1), (2, 1)))
+
+#: A norm, the shape for warps, and for all other plans.
+NORMS = [
+    (layer(), (20, 96), (40, 1200), RESIDENT | STREAMED),
+    (rms(), (20, 96), (40, 1200), RESIDENT | STREAMED),
+    (group(4), (9, 16, 8), (9, 16, 160), RESIDENT | STREAMED),
+    (group(4, -1), None, (3, 200, 32), {"block": RESIDENT["block"],
+                                       "cluster": RESIDENT["cluster"], **STREAMED}),
+    (instance(), (9, 16, 48), (9, 16, 640), RESIDENT | STREAMED),
+    (instance(-1), None, (3, 200, 32), {"block": RESIDENT["block"],
+                                       "cluster": RESIDENT["cluster"], **STREAMED}),
+    (scale_shift(False), (9, 16, 8), (9, 16, 160), ONE_SWEEP),
+    (scale_shift(True), (9, 16, 48), (9, 16, 160), ONE_SWEEP),
+    (scale_shift(True, -1), None, (3, 200, 32), {"stream": ONE_SWEEP["stream"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    ("case", "plan", "shape", "passes"),
+    [
+        (case, plan, small if plan == "warp" else large, passes)
+        for case, small, large, plans in NORMS
+        for plan, passes in plans.items()
+        if small is not None or plan != "warp"
+    ],
+    ids=str,
+)
+def test_passes_of_norms(rng, on_backend, only, case, plan, shape, passes, dtype):
+    if on_backend is None:
+        pytest.skip("accesses are counted where the kernels are executed on the CPU")
+    only(plan)
+    x, dy, weight, bias = operands(rng, case, shape, dtype)
+    out = np.empty_like(x)
+    forward, backward = passes
+    with on_backend.watching(x, dy, out):
+        _, saved = case.forward(x, weight, bias, out=out)
+    assert tuple(on_backend.traffic[:2] // x.nbytes) == forward
+    assert not (on_backend.traffic[:2] % x.nbytes).any()
+    with on_backend.watching(x, dy, out):
+        case.backward(dy, x, saved, weight, out=out)
+    assert tuple(on_backend.traffic[:2] // x.nbytes) == backward
+    assert not (on_backend.traffic[:2] % x.nbytes).any()
+    # Partial gradients, written and read again: two numbers a parameter and block of samples.
+    number = weight.size * np.dtype(weight.dtype).itemsize
+    assert on_backend.traffic[3] <= 16 * shape[0] * number + 64 * on_backend.blocks

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import group, instance, layer, rms, scale_shift
 
 import cunorm
 from cunorm import arrays
@@ -123,8 +124,16 @@ BACKWARD = [
     ({"x": None}, TypeError, "x: expected an array, got None"),
     ({"weight": like(np.float32, 5)}, ValueError, r"weight: expected shape \(4,\)"),
     ({"weight": like(np.float16, 4)}, TypeError, "weight: expected dtype float32"),
-    ({"saved": None}, TypeError, "saved: expected what batch_norm_forward returned, got NoneType"),
-    ({"saved": (1, 2)}, TypeError, "saved: expected what batch_norm_forward returned, got tuple"),
+    (
+        {"saved": None},
+        TypeError,
+        "saved: expected the BatchNormSaved that batch_norm_forward returned, got NoneType",
+    ),
+    (
+        {"saved": (1, 2)},
+        TypeError,
+        "saved: expected the BatchNormSaved that batch_norm_forward returned, got tuple",
+    ),
     ({"output_mask": (True, True)}, ValueError, "output_mask: expected three booleans"),
     ({"output_mask": (1, 1, 1)}, ValueError, "output_mask: expected three booleans"),
     ({"output_mask": None}, ValueError, "output_mask: expected three booleans"),
@@ -323,6 +332,262 @@ def test_floating_point_errors_set_to_raise(rng):
         cunorm.merge_moments([moments, moments])
 
 
+# --- the other norms ----------------------------------------------------------
+
+
+class Norms:
+    """Valid arguments for every norm, and copies to compare with afterwards."""
+
+    def __init__(self):
+        rng = np.random.default_rng(7)
+        self.x, self.dy, self.out = rng.standard_normal((3, *SHAPE)).astype(np.float32)
+        self.row, self.row_bias = rng.standard_normal((2, 5)).astype(np.float32)
+        self.weight, self.bias, self.running_mean = rng.standard_normal((3, 4)).astype(np.float32)
+        self.running_var = rng.uniform(1, 2, 4).astype(np.float32)
+        self.each = rng.standard_normal((6, 4)).astype(np.float32)
+        channels = {"weight": self.weight, "bias": self.bias}
+        running = {"running_mean": self.running_mean, "running_var": self.running_var}
+        self.forward = {
+            "layer_norm": {"weight": self.row, "bias": self.row_bias},
+            "rms_norm": {"weight": self.row},
+            "group_norm": {"num_groups": 2, **channels},
+            "instance_norm": {**channels, **running},
+            "scale_shift": {"scale": self.each, "shift": self.each * 2},
+        }
+
+    def call_forward(self, norm, **changes):
+        arguments = {"x": self.x, "out": self.out, **self.forward[norm]} | changes
+        return getattr(cunorm, f"{norm}_forward")(**arguments)
+
+    def call_backward(self, norm, **changes):
+        arguments = {"dy": self.dy, "x": self.x, "out": self.out}
+        if norm == "scale_shift":
+            arguments["scale"] = self.each
+        else:
+            kept = {n: v for n, v in self.forward[norm].items() if not n.startswith("running")}
+            _, arguments["saved"] = getattr(cunorm, f"{norm}_forward")(self.x, **kept)
+            arguments["weight"] = self.forward[norm]["weight"]
+        return getattr(cunorm, f"{norm}_backward")(**arguments | changes)
+
+
+@pytest.fixture
+def norms():
+    """Fails the test if an array of it has changed."""
+    norms = Norms()
+    before = {n: v.copy() for n, v in vars(norms).items() if isinstance(v, np.ndarray)}
+    yield norms
+    for name, value in before.items():
+        np.testing.assert_array_equal(getattr(norms, name), value, err_msg=name)
+
+
+ALL = ["layer_norm", "rms_norm", "group_norm", "instance_norm", "scale_shift"]
+ROWS = ["layer_norm", "rms_norm"]
+CHANNELS = ["group_norm", "instance_norm"]
+
+NORM_FORWARD = [
+    (ALL, {"x": None}, TypeError, "^x: expected an array, got None"),
+    (ALL, {"x": [[1.0, 2.0]]}, TypeError, "^x: expected an array .* got list"),
+    (ALL, {"x": like(np.int64)}, TypeError, "^x: expected dtype float16, .* got int64"),
+    (ALL, {"x": like(">f4")}, TypeError, "^x: .* native byte order, got >f4"),
+    (ALL, {"out": like(np.float32, (6, 5, 4))}, ValueError, r"^out: expected shape \(6, 4, 5\)"),
+    (ALL, {"out": like(np.float64)}, TypeError, "^out: expected dtype float32, got float64"),
+    (ROWS, {"x": np.ones((), np.float32)}, ValueError, "^x: expected at least 1 dimension"),
+    (ROWS, {"axis": 3}, ValueError, r"^axis: expected -3 to 2 .*\(6, 4, 5\), got 3"),
+    (ROWS, {"axis": -4}, ValueError, "^axis: expected -3 to 2 .* got -4"),
+    (ROWS, {"axis": 1.0}, TypeError, r"^axis: expected an integer, got 1\.0"),
+    (ROWS, {"axis": True}, TypeError, "^axis: expected an integer, got True"),
+    (ROWS, {"axis": (1, 2)}, TypeError, r"^axis: expected an integer, got \(1, 2\)"),
+    (ROWS, {"weight": like(np.float32, 4)}, ValueError, r"^weight: expected shape \(5,\).*\(4,\)"),
+    (ROWS, {"axis": 1}, ValueError, r"^weight: expected shape \(4, 5\), that of the axes"),
+    (ROWS, {"weight": like(np.float16, 5)}, TypeError, "^weight: expected dtype float32"),
+    (["layer_norm"], {"bias": like(int, 5)}, TypeError, "^bias: expected dtype float32"),
+    (["layer_norm"], {"eps": None}, TypeError, "^eps: expected a number"),
+    (ALL[:4], {"eps": -1}, ValueError, "^eps: expected a finite number of at least 0, got -1"),
+    (["rms_norm"], {"weight_offset": np.inf}, ValueError, "^weight_offset: expected a finite"),
+    (["rms_norm"], {"weight_offset": "1"}, TypeError, "^weight_offset: expected a number, got '1'"),
+    (
+        ["rms_norm"], {"weight_offset": 1.0, "weight": None}, ValueError,
+        "^weight: expected an array to add weight_offset=1 to, got None",
+    ),
+    (
+        [*CHANNELS, "scale_shift"], {"x": np.zeros(6, np.float32)}, ValueError,
+        r"^x: expected at least 2 dimensions.*\(6,\)",
+    ),
+    (
+        [*CHANNELS, "scale_shift"], {"channel_axis": 0}, ValueError,
+        r"^channel_axis: expected another axis than 0, that of the samples, got 0",
+    ),
+    (
+        [*CHANNELS, "scale_shift"], {"channel_axis": -3}, ValueError,
+        r"^channel_axis: expected another axis than 0, that of the samples, got -3",
+    ),
+    ([*CHANNELS, "scale_shift"], {"channel_axis": 3}, ValueError, "^channel_axis: expected -3 to"),
+    ([*CHANNELS, "scale_shift"], {"channel_axis": None}, TypeError, "^channel_axis: expected an i"),
+    (CHANNELS, {"weight": like(np.float32, 5)}, ValueError, r"^weight: expected shape \(4,\), one"),
+    (CHANNELS, {"bias": like(np.float16, 4)}, TypeError, "^bias: expected dtype float32"),
+    *(
+        (["group_norm"], {"num_groups": n}, ValueError, f"^num_groups: .*4 channels, got {n}")
+        for n in (0, -2, 3, 8)
+    ),
+    (["group_norm"], {"num_groups": 2.0}, TypeError, r"^num_groups: expected an integer, got 2\.0"),
+    (["instance_norm"], {"use_input_stats": 1}, TypeError, "^use_input_stats: expected True or"),
+    (["instance_norm"], {"correction": 5}, ValueError, "^correction: expected less than the 5 val"),
+    (
+        ["instance_norm"], {"momentum": 0.9, "exponential_average_factor": 0.1}, ValueError,
+        "^momentum and expon",
+    ),
+    *(
+        case
+        for name in ("running_mean", "running_var")
+        for case in [
+            (["instance_norm"], {name: like(int, 4)}, TypeError, f"^{name}: expected dtype"),
+            (["instance_norm"], {name: like(np.float32, (6, 4))}, ValueError, f"^{name}: expected"),
+            (
+                ["instance_norm"], {name: None, "use_input_stats": False}, ValueError,
+                f"^{name}: expected an array when use_input_stats is False",
+            ),
+        ]
+    ),
+    (["scale_shift"], {"scale": None}, TypeError, "^scale: expected an array, got None"),
+    (["scale_shift"], {"scale": like(np.float32, 5)}, ValueError, r"^scale: expected shape \(4,\)"),
+    (
+        ["scale_shift"], {"scale": like(np.float32, (4, 6))}, ValueError,
+        r"^scale: expected shape \(6, 4\), one value a channel of every sample, got \(4, 6\)",
+    ),
+    (["scale_shift"], {"scale": like(int, 4)}, TypeError, "^scale: expected dtype float32"),
+    (
+        ["scale_shift"], {"shift": like(np.float32, 4)}, ValueError,
+        r"^shift: expected shape \(6, 4\), that of scale, got \(4,\)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("norm", "changes", "error", "message"),
+    [(norm, *rest) for names, *rest in NORM_FORWARD for norm in names],
+)
+def test_norm_forward(norms, norm, changes, error, message):
+    with pytest.raises(error, match=message):
+        norms.call_forward(norm, **changes)
+
+
+NORM_BACKWARD = [
+    (ALL, {"dy": None}, TypeError, "^dy: expected an array"),
+    (ALL, {"dy": like(np.float32, (6, 4, 6))}, ValueError, "^dy: expected the shape of x"),
+    (ALL, {"dy": like(np.float64)}, TypeError, "^dy: expected the dtype of x"),
+    (ALL, {"x": None}, TypeError, "^x: expected an array, got None"),
+    (ALL, {"output_mask": (True,)}, ValueError, "^output_mask: expected t"),
+    (ALL, {"output_mask": (1, 1, 1)}, ValueError, "^output_mask: expected t.* booleans, for dx"),
+    (ALL, {"output_mask": (False, True, True)}, ValueError, "^out: expected None"),
+    (ALL, {"out": like(np.float32, (6, 5, 4))}, ValueError, "^out: expected shape"),
+    (ALL[:4], {"x": like(np.float32, (7, 4, 5))}, ValueError, "^x: expected the shape of the forw"),
+    (ALL[:4], {"x": like(np.float64)}, TypeError, "^x: expected the dtype of the forward call"),
+    (
+        ALL[:4],
+        {"saved": None},
+        TypeError,
+        "^saved: expected the .*NormSaved that [a-z]+_norm_forward returned",
+    ),
+    (ALL[:4], {"saved": (1, 2)}, TypeError, "^saved: expected the .* got tuple"),
+    (ALL[:4], {"weight": like(np.float32, 7)}, ValueError, "^weight: expected shape"),
+    (ALL[:4], {"weight": like(int, 7)}, ValueError, "^weight: expected shape"),
+    (["scale_shift"], {"scale": like(np.float32, (6, 5))}, ValueError, "^scale: expected shape"),
+]
+
+
+@pytest.mark.parametrize(
+    ("norm", "changes", "error", "message"),
+    [(norm, *rest) for names, *rest in NORM_BACKWARD for norm in names],
+)
+def test_norm_backward(norms, norm, changes, error, message):
+    with pytest.raises(error, match=message):
+        norms.call_backward(norm, **changes)
+
+
+def test_one_value_by_sample(norms):
+    x = np.ones((6, 4), np.float32)
+    with pytest.raises(ValueError, match=r"^x: expected more than 1 spatial value per channel"):
+        norms.call_forward("instance_norm", x=x, out=None)
+    assert norms.call_forward("instance_norm", x=x, out=None, use_input_stats=False)[0].any()
+    with pytest.raises(ValueError, match=r"^x: expected more than 1 value per group of a sample"):
+        norms.call_forward("group_norm", x=x, out=None, num_groups=4)
+    y, _ = cunorm.layer_norm_forward(x[:, :1])
+    np.testing.assert_array_equal(y, 0)
+
+
+@pytest.mark.numpy
+def test_read_only_by_sample(norms):
+    for name in ("running_mean", "running_var"):
+        getattr(norms, name).flags.writeable = False
+        with pytest.raises(ValueError, match=f"^{name}: expected a writable array"):
+            norms.call_forward("instance_norm")
+        norms.call_forward("instance_norm", use_input_stats=False, out=None)
+        getattr(norms, name).flags.writeable = True
+    for norm in ALL:
+        with pytest.raises(ValueError, match=r"^out: expected a writable"):
+            norms.call_forward(norm, out=np.broadcast_to(np.float32(0), SHAPE))
+
+
+def test_overlap_by_sample(norms):
+    """Of `out` with a part of x or with a parameter, of running statistics with anything."""
+    base = np.zeros((7, *SHAPE[1:]), np.float32)
+    for norm in ALL:
+        with pytest.raises(ValueError, match=r"^out: .* apart from x unless it is x itself"):
+            norms.call_forward(norm, x=base[:6], out=base[1:])
+        with pytest.raises(ValueError, match=r"^out: .* apart from dy unless it is dy itself"):
+            norms.call_backward(norm, dy=base[:6], out=base[1:])
+    line = np.zeros(120, np.float32)
+    parameters = {"scale": line[:24].reshape(6, 4), "shift": None}
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from scale"):
+        norms.call_forward("scale_shift", out=line.reshape(SHAPE), **parameters)
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from weight"):
+        norms.call_forward("layer_norm", out=line.reshape(SHAPE), weight=line[:5])
+    with pytest.raises(ValueError, match=r"^running_var: expected memory apart from bias"):
+        norms.call_forward("instance_norm", bias=norms.running_var)
+
+
+def test_saved_of_a_sample_that_was_tampered_with(norms):
+    """No memory is read that is not there."""
+    for norm in ALL[:4]:
+        _, saved = norms.call_forward(norm, out=None, **(
+            {"running_mean": None, "running_var": None} if norm == "instance_norm" else {}
+        ))  # fmt: skip
+        changes = [
+            (
+                {"inv_std": None},
+                TypeError,
+                r"^saved\.inv_std: expected an array of shape \(6, \d\)",
+            ),
+            ({"inv_std": saved.inv_std[:2]}, ValueError, r"^saved\.inv_std: expected shape"),
+            ({"inv_std": saved.inv_std.astype(int)}, TypeError, r"^saved\.inv_std: expected dtype"),
+        ]
+        if norm != "rms_norm":
+            changes += [
+                ({"mean": None}, TypeError, r"^saved\.mean: expected an array"),
+                ({"mean": saved.mean.ravel()}, ValueError, r"^saved\.mean: expected shape"),
+                ({"residual": saved.residual[:1]}, ValueError, r"^saved\.residual: expected shape"),
+            ]
+        for change, error, message in changes:
+            with pytest.raises(error, match=message):
+                norms.call_backward(norm, saved=saved._replace(**change))
+        expected = norms.call_backward(norm, out=None)
+        strided = saved._replace(inv_std=np.asfortranarray(saved.inv_std))
+        for a, b in zip(expected, norms.call_backward(norm, saved=strided, out=None), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_floating_point_errors_set_to_raise_by_sample(rng):
+    x, dy = (rng.standard_normal((2, 6, 4, 5)) * 1e-4).astype(np.float16)
+    for case in (layer(), rms(), group(2), instance(), scale_shift(True)):
+        weight = np.full(case.norm(x.shape).parameters_shape, 1e-4, np.float16)
+        with np.errstate(all="raise"):
+            _, saved = case.forward(x, weight, None)
+            case.backward(dy, x, saved, weight)
+    with np.errstate(all="raise"):
+        cunorm.layer_norm_forward(x[:0], eps=0)
+        cunorm.instance_norm_forward(x, None, None, np.zeros(4), np.zeros(4))
+
+
 class OnGpu:
     """What an array in GPU memory looks like from outside."""
 
@@ -337,3 +602,25 @@ def test_gpu_arrays_are_refused_with_the_reason(state, monkeypatch):
     monkeypatch.setattr(arrays, "cuda_missing", lambda: "none is to be had")
     with pytest.raises(TypeError, match=r"weight: .* \(none is to be had\), got one on a GPU"):
         state.forward(weight=OnGpu())
+
+
+@pytest.mark.parametrize(
+    "forward", [cunorm.batch_norm_forward, cunorm.instance_norm_forward], ids=lambda f: f.__name__
+)
+def test_running_statistics_within_x(rng, forward):
+    """Updating them would change the data that backward wants."""
+    x = rng.standard_normal((4, 6, 5)).astype(np.float32)
+    before = x.copy()
+    with pytest.raises(ValueError, match="running_mean: expected memory apart from x, got"):
+        forward(x, None, None, x[0, :, 0], np.ones(6, np.float32))
+    with pytest.raises(ValueError, match="running_var: expected memory apart from x, got"):
+        forward(x, None, None, None, x[1, :, 2])
+    np.testing.assert_array_equal(x, before)
+
+
+def test_channels_of_layers_are_not_the_samples():
+    message = "channel_axis: expected another than 0, that of the samples, got 0"
+    with pytest.raises(ValueError, match=message):
+        cunorm.GroupNorm(3, 6, channel_axis=0)
+    with pytest.raises(ValueError, match=message):
+        cunorm.InstanceNorm(6, channel_axis=0)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import reference
 import tolerances
+from cases import group, instance, layer, operands, rms, scale_shift
 from tolerances import assert_within
 
 import cunorm
@@ -28,6 +29,37 @@ def test_cupy_arrays_in_and_out(cupy, rng):
     assert_within(y.get(), result.y, tolerances.y_bound(result, None, None, 30, x.dtype), "y")
     with pytest.raises(TypeError, match=r"weight: .* device of x, GPU \d+, got one on the CPU"):
         cunorm.batch_norm_forward(x, np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        (layer(), (6, 40)),
+        (rms(), (6, 40)),
+        (group(2), (3, 4, 50)),
+        (group(2, -1), (3, 50, 4)),
+        (instance(), (3, 4, 50)),
+        (scale_shift(True), (3, 4, 50)),
+    ],
+    ids=str,
+)
+def test_other_norms(cupy, rng, case, shape):
+    """CuPy arrays in and out, also with the axes in another order."""
+    host = operands(rng, case, shape, np.float32)
+    x, dy, weight, bias = (None if a is None else cupy.asarray(a) for a in host)
+    norm = case.norm(shape)
+    for turned in (lambda a: a, lambda a: cupy.asfortranarray(a)):
+        y, saved = case.forward(turned(x), weight, bias)
+        gradients = case.backward(turned(dy), turned(x), saved, weight)
+        kept = [] if saved is None else [a for a in saved[:3] if a is not None]
+        for array in (y, *kept, *(g for g in gradients if g is not None)):
+            assert isinstance(array, cupy.ndarray)
+        result = reference.forward(host[0], host[2], host[3], norm=norm, **case.given)
+        expected = reference.backward(host[1], host[0], host[2], norm=norm, **case.given)
+        np.testing.assert_allclose(y.get(), result.y, atol=1e-4)
+        for gradient, right in zip(gradients, expected, strict=True):
+            if gradient is not None:
+                np.testing.assert_allclose(gradient.get(), right, atol=1e-3)
 
 
 def test_layer(cupy, rng):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import group, instance, layer, rms, scale_shift
 
 import cunorm
 
@@ -50,6 +51,40 @@ def test_every_input(rng, shape, axis, training):
     for name, argument, gradient in zip(
         ("x", "weight", "bias"), (x, weight, bias), gradients, strict=True
     ):
+        expected = differences(loss, argument)
+        np.testing.assert_allclose(gradient, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        (layer(eps=0.1), (4, 7)),
+        (layer(1, eps=0.1), (3, 2, 5)),
+        (rms(eps=0.1), (4, 7)),
+        (rms(1, weight_offset=1.0, eps=0.1), (3, 2, 5)),
+        (group(2, eps=0.1), (2, 4, 5)),
+        (group(2, -1, eps=0.1), (2, 5, 4)),
+        (instance(eps=0.1), (2, 3, 5)),
+        (instance(-1, eps=0.1), (2, 5, 3)),
+        (scale_shift(False), (2, 3, 4)),
+        (scale_shift(True), (2, 3, 4)),
+        (scale_shift(True, -1), (2, 4, 3)),
+    ],
+    ids=str,
+)
+def test_every_input_of_every_norm(rng, case, shape):
+    x, dy = rng.standard_normal((2, *shape))
+    weight, bias = rng.standard_normal((2, *case.norm(shape).parameters_shape))
+
+    def loss():
+        return float((case.forward(x, weight, bias)[0] * dy).sum())
+
+    gradients = case.backward(dy, x, case.forward(x, weight, bias)[1], weight)
+    for name, argument, gradient in zip(
+        ("x", "weight", "bias"), (x, weight, bias), gradients, strict=True
+    ):
+        if gradient is None:
+            continue
         expected = differences(loss, argument)
         np.testing.assert_allclose(gradient, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 

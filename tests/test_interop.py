@@ -9,6 +9,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import group, instance, layer, operands, permuted, rms, scale_shift
 
 import cunorm
 
@@ -113,6 +114,30 @@ def test_layer(rng, framework):
     np.testing.assert_array_equal(to_numpy(dx), ours.backward(x))
     np.testing.assert_array_equal(theirs.running_var, ours.running_var)
     theirs.load_state_dict({n: from_numpy(framework, v) for n, v in ours.state_dict().items()})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    "case", [layer(1), rms(1), group(2), instance(), scale_shift(True)], ids=str
+)
+def test_every_norm(rng, framework, case, dtype):
+    """Also of data whose samples are permuted in memory, and into memory of the caller's."""
+    for order in [(0, 1, 2), (0, 2, 1)]:
+        x, dy, weight, bias = operands(rng, case, (6, 4, 5), dtype)
+        x = permuted(x, order)
+        ours = case.forward(x, weight, bias)
+        theirs = [None if a is None else from_numpy(framework, a) for a in (x, dy, weight, bias)]
+        y, saved = case.forward(theirs[0], *theirs[2:])
+        gradients = case.backward(theirs[1], theirs[0], saved, theirs[2])
+        results = [y, *gradients, *(saved or ())[:3]]
+        expected = [ours[0], *case.backward(dy, x, ours[1], weight), *(ours[1] or ())[:3]]
+        out = from_numpy(framework, np.zeros_like(x))
+        assert case.forward(theirs[0], *theirs[2:], out=out)[0] is out
+        for result, own in zip([*results, out], [*expected, ours[0]], strict=True):
+            assert (result is None) == (own is None)
+            if own is not None:
+                assert type(result) is type(theirs[0])
+                np.testing.assert_array_equal(to_numpy(result), own)
 
 
 def test_tensor_that_requires_gradients():

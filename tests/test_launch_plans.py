@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from cunorm.cuda import launch
 from cunorm.cuda.launch import Alignment, Device, LaunchPlan
-from cunorm.geometry import Geometry, batch_norm_geometry
+from cunorm.geometry import (
+    batch_norm_geometry,
+    group_norm_geometry,
+    row_norm_geometry,
+)
 
 H200 = Device(90, 132, 227 << 10, 228 << 10)
 A100 = Device(80, 108, 163 << 10, 164 << 10)
@@ -21,13 +25,19 @@ WHOLE = Alignment(16, 0)
 DTYPES = [np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 
 
+def channels(outer, group, inner):
+    """Geometry of batch norm over (outer, group, inner)."""
+    return batch_norm_geometry((outer, group, inner), 1)
+
+
 def options(plan):
     return {k: int(v) for k, v in (o[2:].split("=") for o in plan.options)}
 
 
 def packed(plan):
     """Geometry and Cut, as the kernels see them."""
-    names = ("batch", "outer", "group", "inner", "windows", "share", "parts", "tiles", "shift")
+    names = ("batch", "outer", "group", "inner", "members", "parameters", "span", "windows",
+             "share", "parts", "tiles", "shift", "taken")  # fmt: skip
     return dict(zip(names, np.frombuffer(plan.packed, np.int64).tolist(), strict=True))
 
 
@@ -48,13 +58,30 @@ def check(plan, geometry, dtype, operands, device):
     assert (cut["tiles"] - 1) * deep * o["TILE"] < cut["share"] <= cut["tiles"] * deep * o["TILE"]
     assert o["WIDTH"] * dtype.itemsize <= 16
     positions = o["ACROSS"] * o["WIDTH"] if columns else 1
-    groups = -(-cut["group"] // positions) if columns else cut["group"]
-    assert plan.blocks * (o["THREADS"] // o["GROUP"]) >= cut["batch"] * groups * cut["parts"]
+    assert 0 < cut["taken"] <= positions
+    if o["MERGED"]:  # blocks hold whole statistics
+        assert cut["taken"] % cut["members"] == 0
+        assert cut["taken"] % o["WIDTH"] == 0
+        assert plan.resident
+    groups = -(-cut["group"] // cut["taken"]) if columns else cut["group"]
+    if plan.samples:
+        assert plan.sample_blocks * plan.samples >= cut["batch"]
+        assert (plan.sample_blocks - 1) * plan.samples < cut["batch"]
+        assert plan.samples <= 256 * (o["THREADS"] // o["GROUP"])
+        assert plan.blocks == plan.sample_blocks * groups * cut["parts"]
+        if cut["parts"] > 1:  # parameters are in one part each
+            assert cut["share"] * o["WIDTH"] % cut["span"] == 0
+    else:
+        assert plan.blocks * (o["THREADS"] // o["GROUP"]) >= cut["batch"] * groups * cut["parts"]
     if not columns:
         slack = 0 if o["ALIGNED"] else o["WIDTH"] - 1
         assert cut["windows"] * o["WIDTH"] >= cut["inner"] + slack
-    assert cut["batch"] * cut["group"] == geometry.statistics
-    assert cut["outer"] * cut["inner"] == geometry.count
+    assert cut["batch"] * cut["group"] // cut["members"] == geometry.statistics
+    assert cut["outer"] * cut["inner"] * cut["members"] == geometry.count
+    assert plan.rows == (cut["span"] > 0) == (o["SPANS"] > 0)
+    if o["SPANS"] == 1:  # an access has one parameter
+        assert o["ALIGNED"]
+        assert cut["span"] % o["WIDTH"] == 0
     if plan.resident:
         assert cut["parts"] == o["CLUSTER"]
         on_chip = plan.threads * o["TILE"] * o["WIDTH"] * dtype.itemsize * operands + plan.shared
@@ -62,13 +89,24 @@ def check(plan, geometry, dtype, operands, device):
         assert on_chip >= held * operands
 
 
-geometries = st.builds(
-    Geometry,
-    batch=st.just(1),
-    outer=st.integers(1, 5000),
-    group=st.integers(1, 3000),
-    inner=st.one_of(st.just(1), st.integers(1, 70_000)),
-)
+extents = st.integers(1, 70)
+geometries = st.one_of(
+    st.builds(
+        channels,
+        outer=st.integers(1, 5000),
+        group=st.integers(1, 3000),
+        inner=st.one_of(st.just(1), st.integers(1, 70_000)),
+    ),
+    st.builds(row_norm_geometry, st.tuples(st.integers(1, 5000), st.integers(1, 300_000)),
+              st.just(1)),
+    st.builds(
+        lambda batch, outer, groups, members, inner: group_norm_geometry(
+            (batch, outer, groups * members, inner), 2, groups
+        ),
+        st.integers(1, 300), st.sampled_from([1, 1, 2, 49, 3136]), extents, extents,
+        st.sampled_from([1, 1, 4, 49, 3136, 70_001]),
+    ),
+)  # fmt: skip
 
 
 @given(
@@ -85,7 +123,8 @@ def test_every_plan_covers_its_geometry(geometry, dtype, operands, lie, device):
             check(made, geometry, dtype, operands, device)
         else:
             assert re.search(r"\w", made)
-    check(launch.sweep(geometry, dtype, operands, lie, device), geometry, dtype, operands, device)
+    apart = geometry.apart()
+    check(launch.sweep(geometry, dtype, operands, lie, device), apart, dtype, operands, device)
 
 
 def names(shape, dtype, device, axis=1, operands=1):
@@ -115,31 +154,67 @@ def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
     assert names(shape, dtype, H200, axis, operands=2) == backward
 
 
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "forward", "backward"),
+    [
+        (row_norm_geometry((131072, 128), 1), np.float16, "warp", "warp"),
+        (row_norm_geometry((16384, 4096), 1), np.float16, "block", "block"),
+        (row_norm_geometry((8192, 8192), 1), np.float16, "block", "block"),
+        (row_norm_geometry((1024, 12288), 1), np.float16, "block", "cluster"),
+        (row_norm_geometry((64, 200_704), 1), np.float32, "cluster", "stream"),
+        (group_norm_geometry((128, 256, 28, 28), 1, 32), np.float32, "block", "block"),
+        (group_norm_geometry((256, 512, 56, 56), 1, 32), np.float32, "cluster", "cluster"),
+        (group_norm_geometry((128, 28, 28, 256), 3, 32), np.float32, "block", "cluster"),
+        (group_norm_geometry((256, 56, 56, 512), 3, 32), np.float16, "cluster", "cluster"),
+        (group_norm_geometry((32, 64, 128, 128), 1, 64), np.float32, "block", "block"),
+        (group_norm_geometry((8, 16, 64, 16), 2, 8), np.float32, "stream", "stream"),
+    ],
+    ids=str,
+)
+def test_choice_of_norms_on_an_h200(geometry, dtype, forward, backward):
+    made = [launch.plan(geometry, np.dtype(dtype), n, WHOLE, H200).name for n in (1, 2)]
+    assert made == [forward, backward]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: str(d.compute_capability))
+@pytest.mark.parametrize("length", [8, 128, 1000, 4096, 12321, 100_000, 300_000, 3_000_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operands", [1, 2])
+def test_plans_of_rows_do_not_depend_on_their_number(length, dtype, operands, device):
+    """Nor do their bits: the kernels' specialization and the parts of a row are the same."""
+    made = [
+        launch.plan(row_norm_geometry((rows, length), 1), dtype, operands, WHOLE, device)
+        for rows in (1, 3, 100, 600)
+    ]
+    assert len({tuple(o for o in plan.options if "WIDE" not in o) for plan in made}) == 1
+    assert len({(plan.name, plan.parts, packed(plan)["share"]) for plan in made}) == 1
+
+
 def test_without_clusters():
     for device in (A100, T4, RTX4090):
-        made = launch.candidates(Geometry(1, 64, 256, 784), DTYPES[2], 1, WHOLE, device)
+        made = launch.candidates(channels(64, 256, 784), DTYPES[2], 1, WHOLE, device)
         assert made["cluster"] == "clusters need compute capability 9.0"
         assert isinstance(made["stream"], LaunchPlan)
     assert names((64, 256, 14, 14), np.float32, A100) == "block"
 
 
 def test_each_refusal_says_why():
-    made = launch.candidates(Geometry(1, 8, 2, 1 << 20), DTYPES[2], 1, WHOLE, H200)
+    made = launch.candidates(channels(8, 2, 1 << 20), DTYPES[2], 1, WHOLE, H200)
     assert made["warp"] == "2097152 accesses a statistic; the registers of a warp hold 128"
     assert re.fullmatch(r"needs \d+ bytes of shared memory a block; \d+ are to be had",
                         made["block"])  # fmt: skip
     assert made["cluster"].startswith("clusters of 8: needs")
-    few = launch.candidates(Geometry(1, 32, 4, 784), DTYPES[2], 1, WHOLE, A100)
+    few = launch.candidates(channels(32, 4, 784), DTYPES[2], 1, WHOLE, A100)
     assert few["whole_block"] == "4 blocks would leave most of the 108 multiprocessors idle"
-    side = launch.candidates(Geometry(1, 64, 4, 1), DTYPES[2], 1, WHOLE, A100)
+    side = launch.candidates(channels(64, 4, 1), DTYPES[2], 1, WHOLE, A100)
     assert side["warp"] == "statistics lie side by side: blocks take several at once"
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: str(d.compute_capability))
 @pytest.mark.parametrize(
     "geometry",
-    [Geometry(1, 1, 2, 1 << 20), Geometry(1, 100_000, 3, 300), Geometry(1, 1 << 20, 2, 1),
-     Geometry(1, 1 << 24, 1, 1)],
+    [channels(1, 2, 1 << 20), channels(100_000, 3, 300), channels(1 << 20, 2, 1),
+     channels(1 << 24, 1, 1)],
     ids=str,
 )  # fmt: skip
 def test_few_large_channels_fill_the_device(geometry, device):
@@ -148,14 +223,14 @@ def test_few_large_channels_fill_the_device(geometry, device):
 
 
 def test_more_elements_than_32_bits_count():
-    assert options(launch.plan(Geometry(1, 1, 2, 1 << 30), DTYPES[0], 1, WHOLE, H200))["WIDE"] == 1
-    assert options(launch.plan(Geometry(1, 1, 2, 1 << 29), DTYPES[0], 1, WHOLE, H200))["WIDE"] == 0
-    plan = launch.plan(Geometry(1, 5, 3, 1 << 30), DTYPES[2], 2, WHOLE, H200)
-    check(plan, Geometry(1, 5, 3, 1 << 30), DTYPES[2], 2, H200)
+    assert options(launch.plan(channels(1, 2, 1 << 30), DTYPES[0], 1, WHOLE, H200))["WIDE"] == 1
+    assert options(launch.plan(channels(1, 2, 1 << 29), DTYPES[0], 1, WHOLE, H200))["WIDE"] == 0
+    plan = launch.plan(channels(5, 3, 1 << 30), DTYPES[2], 2, WHOLE, H200)
+    check(plan, channels(5, 3, 1 << 30), DTYPES[2], 2, H200)
 
 
 def test_too_many_blocks_are_refused():
-    geometry = Geometry(1, 1, 1 << 36, 2)
+    geometry = channels(1, 1 << 36, 2)
     with pytest.raises(ValueError, match="x: expected at most 2147483647 blocks of channels"):
         launch.plan(geometry, DTYPES[2], 1, WHOLE, H200)
 
@@ -164,7 +239,7 @@ def test_width_of_accesses():
     """As wide as runs and addresses allow; runs that are long and odd are taken unaligned."""
 
     def width(inner, dtype, lie=WHOLE):
-        o = options(launch.plan(Geometry(1, 4, 3, inner), np.dtype(dtype), 1, lie, H200))
+        o = options(launch.plan(channels(4, 3, inner), np.dtype(dtype), 1, lie, H200))
         return o["WIDTH"], o["ALIGNED"]
 
     assert width(784, np.float32) == (4, 1)
@@ -185,6 +260,6 @@ def test_alignment():
 
 
 def test_same_plan_object_for_the_same_question():
-    arguments = (Geometry(1, 4, 3, 784), DTYPES[2], 1, WHOLE, H200)
+    arguments = (channels(4, 3, 784), DTYPES[2], 1, WHOLE, H200)
     assert launch.plan(*arguments) is launch.plan(*arguments)
     assert hash(launch.plan(*arguments)) == hash(launch.plan(*arguments))

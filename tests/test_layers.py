@@ -1,4 +1,4 @@
-"""BatchNorm, the layer: its modes, its state, its cache."""
+"""The layers: their modes, their state, their cache."""
 
 import gc
 import weakref
@@ -333,3 +333,241 @@ def test_repr():
         "BatchNorm(3, eps=1e-05, exponential_average_factor=0.01, correction=1, affine=True, "
         "track_running_statistics=True, channel_axis=1, dtype=float32, training=True, frozen=False)"
     )
+
+
+# --- the layers of the other norms --------------------------------------------
+
+
+def layers(**options):
+    """One of each, for x of shape (6, 4, 5)."""
+    return [
+        cunorm.LayerNorm((4, 5), **options),
+        cunorm.RMSNorm(5, **options),
+        cunorm.GroupNorm(2, 4, **options),
+        cunorm.InstanceNorm(4, **options),
+        cunorm.InstanceNorm(4, track_running_statistics=True, **options),
+        cunorm.ScaleShift(4, **options),
+    ]
+
+
+def by_function(layer, x, dy):
+    """y and the gradients of a layer in training, from the functions."""
+    weight, bias = layer.weight, layer.bias
+    match type(layer).__name__:
+        case "LayerNorm":
+            y, saved = cunorm.layer_norm_forward(x, weight, bias, axis=-2)
+            return y, *cunorm.layer_norm_backward(dy, x, saved, weight)
+        case "RMSNorm":
+            y, saved = cunorm.rms_norm_forward(x, weight)
+            return y, *cunorm.rms_norm_backward(dy, x, saved, weight)
+        case "GroupNorm":
+            y, saved = cunorm.group_norm_forward(x, 2, weight, bias)
+            return y, *cunorm.group_norm_backward(dy, x, saved, weight)
+        case "InstanceNorm":
+            y, saved = cunorm.instance_norm_forward(x, weight, bias)
+            return y, *cunorm.instance_norm_backward(dy, x, saved, weight)
+        case _:
+            y = cunorm.scale_shift_forward(x, weight, bias)
+            return y, *cunorm.scale_shift_backward(dy, x, weight)
+
+
+def test_every_layer_is_its_functions(batches, rng):
+    for layer in layers():
+        for parameter in layer.parameters.values():
+            parameter[...] = rng.standard_normal(parameter.shape)
+        x, dy = batches[:2]
+        y, dx, *gradients = by_function(layer, x, dy)
+        np.testing.assert_array_equal(layer(x), y)
+        np.testing.assert_array_equal(layer.backward(dy), dx)
+        assert list(layer.gradients) == list(layer.parameters)
+        for actual, expected in zip(layer.gradients.values(), gradients, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+def test_every_layer_trains(rng):
+    """Gradient descent finds the parameters that made the data."""
+    x = rng.standard_normal((6, 4, 5)).astype(np.float32)
+    for layer, other in zip(layers(), layers(), strict=True):
+        for parameter in other.parameters.values():
+            parameter[...] = rng.uniform(0.5, 1.5, parameter.shape)
+        target = other(x)
+        for _ in range(300):
+            layer.backward((layer(x) - target) / len(x))
+            for name, parameter in layer.parameters.items():
+                parameter -= 0.3 * layer.gradients[name]
+        np.testing.assert_allclose(layer(x), target, atol=2e-3)
+
+
+def test_every_layer_needs_forward_before_backward(batches):
+    for layer in layers():
+        with pytest.raises(RuntimeError, match="backward: expected a call of forward before each"):
+            layer.backward(batches[0])
+        layer(batches[0])
+        with pytest.raises(ValueError, match="dy: expected the shape of x"):
+            layer.backward(batches[0][:2])
+        layer.backward(batches[0])  # the failed call changed nothing
+        with pytest.raises(RuntimeError, match="backward: expected a call of forward before each"):
+            layer.backward(batches[0])
+
+
+def test_every_layer_freezes(batches):
+    for layer in layers():
+        layer(batches[0])
+        layer.backward(batches[0])
+        assert layer.gradients
+        before = snapshot(layer)
+        assert layer.freeze() is layer
+        assert layer.train() is layer
+        assert layer.parameters == layer.gradients == {}
+        layer(batches[1])
+        layer.backward(batches[1])
+        assert layer.parameters == layer.gradients == {}
+        assert_same_state(layer.state_dict(), before)
+        assert layer.unfreeze().parameters
+        layer(batches[1])
+        layer.backward(batches[1])
+        assert layer.gradients.keys() == layer.parameters.keys()
+
+
+def test_every_state_dict(batches, tmp_path):
+    names = [
+        ["weight", "bias"],
+        ["weight"],
+        ["weight", "bias"],
+        ["weight", "bias"],
+        ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"],
+        ["weight", "bias"],
+    ]
+    for layer, other, expected in zip(layers(), layers(), names, strict=True):
+        layer(batches[0])
+        for parameter in layer.parameters.values():
+            parameter += 0.5
+        assert list(layer.state_dict()) == expected
+        np.savez(tmp_path / "state.npz", **layer.state_dict())
+        with np.load(tmp_path / "state.npz", allow_pickle=False) as state:
+            other.load_state_dict(state)
+        assert_same_state(other.state_dict(), layer.state_dict())
+        state = {n.replace("weight", "gamma"): v for n, v in layer.state_dict().items()}
+        with pytest.raises(ValueError, match=r"missing \['weight'\], unknown \['gamma'\]"):
+            layer.load_state_dict(state)
+        assert layer.to("cpu") is layer
+        with pytest.raises(ValueError, match='device: expected "cpu" or "cuda"'):
+            layer.to("tpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float64])
+def test_every_dtype(dtype, rng):
+    for layer in layers(dtype=dtype):
+        x = rng.standard_normal((6, 4, 5)).astype(layer.weight.dtype)
+        assert layer(x).dtype == x.dtype
+        layer.backward(x)
+        assert {g.dtype for g in layer.gradients.values()} == {x.dtype}
+
+
+def test_every_layer_without_parameters(batches):
+    for layer in [
+        cunorm.LayerNorm(5, affine=False),
+        cunorm.RMSNorm(5, affine=False),
+        cunorm.GroupNorm(2, 4, affine=False),
+        cunorm.InstanceNorm(4, affine=False),
+    ]:
+        layer(batches[0])
+        assert layer.backward(batches[0]).shape == batches[0].shape
+        assert layer.parameters == layer.gradients == layer.state_dict() == {}
+
+
+def test_channels_last(batches):
+    x = np.ascontiguousarray(batches[0].transpose(0, 2, 1))
+    for one, last in [
+        (cunorm.GroupNorm(2, 4), cunorm.GroupNorm(2, 4, channel_axis=-1)),
+        (cunorm.InstanceNorm(4), cunorm.InstanceNorm(4, channel_axis=-1)),
+        (cunorm.ScaleShift(4), cunorm.ScaleShift(4, channel_axis=-1)),
+    ]:
+        np.testing.assert_allclose(last(x).transpose(0, 2, 1), one(batches[0]), atol=1e-5)
+        dx = last.backward(x).transpose(0, 2, 1)
+        np.testing.assert_allclose(dx, one.backward(batches[0]), atol=1e-5)
+
+
+def test_rms_norm_with_an_offset(batches):
+    """Starts as a scale of 1, whatever the offset."""
+    plain, gemma = cunorm.RMSNorm(5), cunorm.RMSNorm(5, weight_offset=1.0)
+    assert gemma.weight.tolist() == [0.0] * 5
+    np.testing.assert_array_equal(gemma(batches[0]), plain(batches[0]))
+    np.testing.assert_array_equal(gemma.backward(batches[0]), plain.backward(batches[0]))
+    with pytest.raises(ValueError, match="weight_offset: expected 0 when affine is False"):
+        cunorm.RMSNorm(5, affine=False, weight_offset=1)
+
+
+def test_instance_norm_modes(batches):
+    """Running statistics are used in eval and when frozen, updated in training only."""
+    layer = cunorm.InstanceNorm(4, track_running_statistics=True)
+    mean, var = np.zeros(4, np.float32), np.ones(4, np.float32)
+    for x in batches:
+        layer(x)
+        cunorm.instance_norm_forward(x, None, None, mean, var)
+    np.testing.assert_array_equal([layer.running_mean, layer.running_var], [mean, var])
+    assert layer.num_batches_tracked == 4
+    layer(batches[0], update_statistics=False)
+    layer(batches[0][:0])
+    assert layer.num_batches_tracked == 4
+    expected, _ = cunorm.instance_norm_forward(
+        batches[0], layer.weight, layer.bias, mean, var, use_input_stats=False
+    )
+    np.testing.assert_array_equal(layer.eval()(batches[0]), expected)
+    np.testing.assert_array_equal(layer.train().freeze()(batches[0]), expected)
+    np.testing.assert_array_equal(layer.running_mean, mean)
+    untracked = cunorm.InstanceNorm(4)
+    np.testing.assert_array_equal(untracked(batches[0]), untracked.eval()(batches[0]))
+    cumulative = cunorm.InstanceNorm(
+        4, track_running_statistics=True, exponential_average_factor="cumulative"
+    )
+    for x in batches:
+        cumulative(x)
+    expected = np.mean([x.mean((0, 2)) for x in batches], 0)
+    np.testing.assert_allclose(cumulative.running_mean, expected, rtol=1e-5)
+
+
+def test_bad_arguments_and_inputs_of_every_layer(batches):
+    for build, error, message in [
+        (lambda: cunorm.LayerNorm(()), ValueError, "normalized_shape: expected at least one"),
+        (lambda: cunorm.LayerNorm((3, -1)), ValueError, "normalized_shape: expected at least 0"),
+        (lambda: cunorm.RMSNorm(2.0), TypeError, "normalized_shape: expected an integer"),
+        (lambda: cunorm.RMSNorm(2, eps=-1), ValueError, "eps: expected"),
+        (lambda: cunorm.RMSNorm(2, weight_offset=None), TypeError, "weight_offset: expected"),
+        (lambda: cunorm.GroupNorm(3, 4), ValueError, "num_groups: .* 4 channels, got 3"),
+        (lambda: cunorm.GroupNorm(0, 4), ValueError, "num_groups: .* 4 channels, got 0"),
+        (lambda: cunorm.GroupNorm(1, -4), ValueError, "num_channels: expected at least 0"),
+        (lambda: cunorm.InstanceNorm(-4), ValueError, "num_features: expected at least 0"),
+        (lambda: cunorm.ScaleShift(1.5), TypeError, "num_features: expected an integer"),
+        (lambda: cunorm.ScaleShift(3, dtype=int), TypeError, "dtype: expected float16"),
+    ]:
+        with pytest.raises(error, match=message):
+            build()
+    x = batches[0]
+    for layer, message in [
+        (cunorm.LayerNorm((4, 6)), r"x: .*normalized_shape \(4, 6\), got shape \(6, 4, 5\)"),
+        (cunorm.LayerNorm((2, 6, 4, 5)), r"x: .*normalized_shape \(2, 6, 4, 5\), got shape"),
+        (cunorm.RMSNorm(4), r"x: .*normalized_shape \(4,\), got shape \(6, 4, 5\)"),
+        (cunorm.GroupNorm(1, 5), r"x: expected 5 channels at axis 1, got shape \(6, 4, 5\)"),
+        (cunorm.InstanceNorm(5), r"x: expected 5 channels at axis 1, got shape \(6, 4, 5\)"),
+        (cunorm.ScaleShift(5), r"x: expected 5 channels at axis 1, got shape \(6, 4, 5\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            layer(x)
+        with pytest.raises(TypeError, match="x: expected an array"):
+            layer([1.0])
+
+
+def test_every_repr():
+    assert [repr(layer) for layer in layers()] == [
+        "LayerNorm((4, 5), eps=1e-05, affine=True, dtype=float32, frozen=False)",
+        "RMSNorm((5,), eps=None, affine=True, weight_offset=0, dtype=float32, frozen=False)",
+        "GroupNorm(2, 4, eps=1e-05, affine=True, channel_axis=1, dtype=float32, frozen=False)",
+        *(
+            "InstanceNorm(4, eps=1e-05, exponential_average_factor=0.1, correction=1, affine=True, "
+            f"track_running_statistics={tracks}, channel_axis=1, dtype=float32, training=True, "
+            "frozen=False)"
+            for tracks in (False, True)
+        ),
+        "ScaleShift(4, channel_axis=1, dtype=float32, frozen=False)",
+    ]

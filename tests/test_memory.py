@@ -2,10 +2,12 @@
 
 import tracemalloc
 from functools import partial
+from math import prod
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import group, instance, layer, rms, scale_shift
 
 import cunorm
 
@@ -63,3 +65,41 @@ def test_allocations(rng, shape, axis, order, dtype):
     assert peak_of(forward) < x.nbytes + ALLOWED
     part = x[1:]
     assert peak_of(lambda: cunorm.batch_norm_forward(part, channel_axis=axis)) < x.nbytes + ALLOWED
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("case", "shape", "order"),
+    [
+        (layer(), (2048, 1024), (0, 1)),
+        (layer(2), (64, 32, 1024), (1, 0, 2)),
+        (rms(), (16384, 128), (0, 1)),
+        (rms(1), (512, 64, 32), (0, 2, 1)),
+        (group(8), (32, CHANNELS, 48, 48), (0, 1, 2, 3)),
+        (group(8), (32, CHANNELS, 48, 48), (0, 2, 3, 1)),
+        (instance(), (32, CHANNELS, 48, 48), (0, 1, 2, 3)),
+        (scale_shift(False), (32, CHANNELS, 48, 48), (3, 1, 0, 2)),
+        (scale_shift(True), (32, CHANNELS, 48, 48), (0, 2, 3, 1)),
+    ],
+    ids=str,
+)
+def test_allocations_of_every_norm(rng, case, shape, order, dtype):
+    """Statistics, parameters, and partial sums of an eighth of x at most."""
+    x = rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+    x = x.transpose(order).copy().transpose(np.argsort(order))
+    norm = case.norm(shape)
+    wide = np.float64 if dtype == np.float64 else np.float32
+    weight = np.ones(norm.parameters_shape, wide)
+    allowed = ALLOWED + x.nbytes // 8 + 64 * prod(norm.statistics_shape) + 32 * weight.size
+    assert x.nbytes > 2 * allowed
+    out = np.empty_like(x)
+    _, saved = case.forward(x, weight, weight, out=out)
+    calls = {
+        "forward": lambda: case.forward(x, weight, weight, out=out),
+        "backward": lambda: case.backward(x, x, saved, weight, out=out),
+        "sums": lambda: case.backward(x, x, saved, weight, output_mask=(False, True, True)),
+    }
+    for name, call in calls.items():
+        assert peak_of(call) < allowed, name
+    # Without `out`, the output itself and no more.
+    assert peak_of(lambda: case.forward(x, weight, weight)) < x.nbytes + allowed

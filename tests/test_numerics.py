@@ -5,12 +5,24 @@ import numpy as np
 import pytest
 import reference
 import tolerances
+from cases import DTYPES, accumulator, check, group, instance, layer, operands, rms, scale_shift
 from tolerances import assert_within
 
 import cunorm
 from cunorm.cpu import plan
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+#: Norms whose statistics are a sample's own, and shapes for them.
+BY_SAMPLE = [
+    (layer(), (6, 300)),
+    (layer(1), (5, 6, 50)),
+    (rms(), (6, 300)),
+    (rms(), (40, 33)),
+    (group(2), (5, 4, 9, 11)),
+    (group(4, -1), (5, 40, 8)),
+    (instance(), (5, 3, 12, 13)),
+    (instance(-1), (5, 40, 3)),
+]
+
 LAYOUTS = [((16, 3, 30, 31), 1), ((40, 3, 9, 9), 1), ((16, 30, 31, 3), -1), ((5000, 3), 1)]
 
 
@@ -24,11 +36,11 @@ def test_mean_much_larger_than_std(rng, shape, axis, dtype, ratio):
     y, saved = cunorm.batch_norm_forward(x, channel_axis=axis)
     count = x.size // 3
     result = reference.forward(x, channel_axis=axis)
-    bound = tolerances.y_bound(result, None, None, count, dtype, axis)
+    bound = tolerances.y_bound(result, None, None, count, dtype)
     assert_within(y, result.y, bound, "y")
     dx, dweight, dbias = cunorm.batch_norm_backward(dy, x, saved)
     expected = reference.backward(dy, x, channel_axis=axis)
-    bounds = tolerances.backward_bounds(expected, result, dy, None, count, dtype, axis)
+    bounds = tolerances.backward_bounds(expected, result, dy, None, count, dtype)
     assert_within(dx, expected.dx, bounds.dx, "dx")
     assert_within(dweight, expected.dweight, bounds.dweight, "dweight")
     assert_within(dbias, expected.dbias, bounds.dbias, "dbias")
@@ -45,11 +57,11 @@ def test_float64_mean_in_the_steps(rng, shape, axis):
     count = x.size // 3
     result = reference.forward(x, channel_axis=axis)
     y = cunorm.batch_norm_transform(x, result.mean, result.inv_std, channel_axis=axis)
-    bound = tolerances.y_bound(result, None, None, count, np.float32, axis)
+    bound = tolerances.y_bound(result, None, None, count, np.float32)
     assert_within(y, result.y, bound, "y")
     sums = cunorm.batch_norm_backward_reduce(dy, x, result.mean, channel_axis=axis)
     expected = reference.backward(dy, x, channel_axis=axis)
-    bounds = tolerances.backward_bounds(expected, result, dy, None, count, np.float32, axis)
+    bounds = tolerances.backward_bounds(expected, result, dy, None, count, np.float32)
     assert_within(sums[1] * result.inv_std, expected.dweight, bounds.dweight, "sum_dy_xmu")
     dx = cunorm.batch_norm_backward_transform(
         dy, x, result.mean, result.inv_std, None, *sums, count, channel_axis=axis
@@ -88,7 +100,7 @@ def test_data_that_drifts(rng, shape, axis, steps):
     bound = tolerances.var_bound(result, count, np.float32)
     assert_within(moments.m2 / count, result.var, bound, "var")
     y, _ = cunorm.batch_norm_forward(x, channel_axis=axis)
-    bound = tolerances.y_bound(result, None, None, count, np.float32, axis)
+    bound = tolerances.y_bound(result, None, None, count, np.float32)
     assert_within(y, result.y, bound, "y")
 
 
@@ -238,6 +250,123 @@ def test_every_half_value_converts(dtype, backend):
         with np.errstate(over="ignore", invalid="ignore"):
             expected = (every.astype(np.float32) * scale).astype(dtype)
         np.testing.assert_array_equal(y.astype(np.float32)[~nan], expected.astype(np.float32)[~nan])
+
+
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("case", "shape"), BY_SAMPLE, ids=str)
+def test_mean_much_larger_than_std_by_sample(rng, case, shape, dtype, ratio):
+    x, dy, weight, bias = operands(rng, case, shape, dtype)
+    x += dtype(ratio)
+    check(case, x, dy, weight, bias)
+
+
+@pytest.mark.parametrize("value", [0.1, -3e4, 12345.678])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(("case", "shape"), [c for c in BY_SAMPLE if c[0].has_bias], ids=str)
+def test_constant_sample_is_exactly_bias(rng, case, shape, dtype, value):
+    x, _, weight, _ = operands(rng, case, shape, dtype)
+    x[...] = dtype(value)
+    norm = case.norm(shape)
+    bias = np.arange(weight.size).reshape(weight.shape).astype(accumulator(dtype)) / 4 - 2
+    y, saved = case.forward(x, weight, bias, eps=1e-12)
+    expected = np.broadcast_to(norm.per_parameter(bias, 0.0), norm.split).reshape(shape)
+    np.testing.assert_array_equal(y.astype(np.float64), expected.astype(dtype).astype(np.float64))
+    np.testing.assert_array_equal(saved.mean, x.flat[0].astype(accumulator(dtype)))
+    np.testing.assert_array_equal(saved.inv_std, accumulator(dtype)(1e6))
+
+
+def test_squares_of_float16_do_not_overflow(rng):
+    """Nor does their sum."""
+    for shape in [(4, 5000), (300, 40)]:
+        x = (rng.choice([-1, 1], shape) * rng.uniform(0.9, 1, shape) * 6e4).astype(np.float16)
+        dy = rng.standard_normal(shape).astype(np.float16)
+        check(rms(), x, dy, np.ones(shape[1], np.float32), None)
+        _, saved = cunorm.rms_norm_forward(x)
+        assert np.isfinite(saved.inv_std).all()
+
+
+def test_tiny_rows_of_rms_norm():
+    """Rows far below eps are scaled by 1 / sqrt(eps)."""
+    x = np.full((3, 40), 2.0**-60, np.float32)
+    y, _ = cunorm.rms_norm_forward(x, eps=2.0**-24)
+    np.testing.assert_array_equal(y, x * 2.0**12)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(("case", "shape"), BY_SAMPLE, ids=str)
+def test_nan_and_inf_stay_in_their_sample(rng, case, shape, dtype, value):
+    """Nothing else has other bits."""
+    x, dy, weight, bias = operands(rng, case, shape, dtype)
+    y, saved = case.forward(x, weight, bias)
+    dx = case.backward(dy, x, saved, weight)[0]
+    x[2].flat[7] = value
+    poisoned, saved = case.forward(x, weight, bias)
+    gradient, dweight, _ = case.backward(dy, x, saved, weight)
+    others = np.arange(shape[0]) != 2
+    np.testing.assert_array_equal(poisoned[others], y[others])
+    np.testing.assert_array_equal(gradient[others], dx[others])
+    assert np.isnan(poisoned[2].astype(float)).any()
+    assert np.isnan(gradient[2].astype(float)).any()
+    assert np.isnan(dweight).any()
+    if saved.mean is not None and not np.isnan(value):
+        assert np.isinf(saved.mean[2]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(("case", "shape"), BY_SAMPLE, ids=str)
+def test_samples_do_not_depend_on_each_other(rng, case, shape, dtype):
+    """The same bits alone, among fewer, among more, and in another place."""
+    x, dy, weight, bias = operands(rng, case, shape, dtype)
+
+    def results(part):
+        a, d = np.ascontiguousarray(x[part]), np.ascontiguousarray(dy[part])
+        y, saved = case.forward(a, weight, bias)
+        mean = saved.inv_std if saved.mean is None else saved.mean
+        return y, case.backward(d, a, saved, weight)[0], saved.inv_std, mean
+
+    whole = results(slice(None))
+    many = np.tile(np.arange(shape[0]), 30)
+    for part in [slice(3, 4), slice(0, None, 2), slice(None, None, -1), many]:
+        for some, every in zip(results(part), whole, strict=True):
+            np.testing.assert_array_equal(some, every[part])
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        (layer(), (3000, 768)),
+        (layer(), (3, 700_000)),
+        (layer(), (100_000, 7)),
+        (rms(), (2000, 1000)),
+        (rms(), (70_000, 16)),
+        (group(8), (16, 64, 28, 28)),
+        (group(32, -1), (8, 28, 28, 256)),
+        (instance(), (16, 30, 60, 61)),
+        (scale_shift(False), (16, 64, 28, 29)),
+        (scale_shift(True), (16, 64, 28, 29)),
+        (scale_shift(True, -1), (16, 28, 29, 64)),
+    ],
+    ids=str,
+)
+def test_same_bits_of_every_norm_with_any_number_of_threads(rng, threads, case, shape):
+    x, dy = rng.standard_normal((2, *shape)).astype(np.float32)
+    affine = case.norm(shape).parameters_shape
+    weight, bias = rng.standard_normal((2, *affine)).astype(np.float32)
+
+    def results():
+        y, saved = case.forward(x, weight, bias)
+        return y, *(saved or ())[:3], *case.backward(dy, x, saved, weight)
+
+    threads(1)
+    first = results()
+    for number in (1, 2, 3, 7):
+        threads(number)
+        plan.plan.cache_clear()  # as in a process that begins with this number
+        for a, b in zip(first, results(), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def everything(x, dy, axis):

@@ -18,7 +18,16 @@ CHECKOUT = Path(__file__).parent.parent
 PUBLIC = {
     "BatchNorm",
     "BatchNormSaved",
+    "GroupNorm",
+    "GroupNormSaved",
+    "InstanceNorm",
+    "InstanceNormSaved",
+    "LayerNorm",
+    "LayerNormSaved",
     "Moments",
+    "RMSNorm",
+    "RMSNormSaved",
+    "ScaleShift",
     "__version__",
     "batch_norm_backward",
     "batch_norm_backward_reduce",
@@ -27,8 +36,18 @@ PUBLIC = {
     "batch_norm_statistics",
     "batch_norm_transform",
     "get_num_threads",
+    "group_norm_backward",
+    "group_norm_forward",
+    "instance_norm_backward",
+    "instance_norm_forward",
     "is_available",
+    "layer_norm_backward",
+    "layer_norm_forward",
     "merge_moments",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "scale_shift_backward",
+    "scale_shift_forward",
     "set_num_threads",
     "show_config",
     "update_running_statistics",
@@ -47,6 +66,23 @@ SIGNATURES = {
     "batch_norm_backward_reduce": "(dy, x, mean, *, channel_axis=1)",
     "batch_norm_backward_transform": "(dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, "
     "*, channel_axis=1, out=None)",
+    "layer_norm_forward": "(x, weight=None, bias=None, *, axis=-1, eps=1e-05, out=None)",
+    "layer_norm_backward": "(dy, x, saved, weight=None, *, output_mask=(True, True, True), "
+    "out=None)",
+    "rms_norm_forward": "(x, weight=None, *, axis=-1, eps=None, weight_offset=0.0, out=None)",
+    "rms_norm_backward": "(dy, x, saved, weight=None, *, output_mask=(True, True), out=None)",
+    "group_norm_forward": "(x, num_groups, weight=None, bias=None, *, channel_axis=1, eps=1e-05, "
+    "out=None)",
+    "group_norm_backward": "(dy, x, saved, weight=None, *, output_mask=(True, True, True), "
+    "out=None)",
+    "instance_norm_forward": "(x, weight=None, bias=None, running_mean=None, running_var=None, *, "
+    "use_input_stats=True, momentum=None, exponential_average_factor=None, eps=1e-05, "
+    "correction=1, channel_axis=1, out=None)",
+    "instance_norm_backward": "(dy, x, saved, weight=None, *, output_mask=(True, True, True), "
+    "out=None)",
+    "scale_shift_forward": "(x, scale, shift=None, *, channel_axis=1, out=None)",
+    "scale_shift_backward": "(dy, x, scale, *, channel_axis=1, output_mask=(True, True, True), "
+    "out=None)",
     "update_running_statistics": "(running_mean, running_var, mean, var, count, *, "
     "momentum=None, exponential_average_factor=None, correction=1)",
 }
@@ -62,7 +98,7 @@ def test_importing_imports_neither_cupy_nor_numba():
     code = """
 import sys
 import cunorm
-cunorm.BatchNorm(3)
+cunorm.BatchNorm(3), cunorm.RMSNorm(3), cunorm.InstanceNorm(3)
 heavy = {"cupy", "numba", "llvmlite", "torch", "jax", "ml_dtypes"} & set(sys.modules)
 assert not heavy, heavy
 """
@@ -80,7 +116,8 @@ def test_public_names_and_signatures():
             return_annotation=found.empty,
         )
         assert str(bare) == signature, name
-    assert cunorm.BatchNormSaved._fields[:2] == ("mean", "inv_std")
+    for norm in ("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"):
+        assert getattr(cunorm, f"{norm}Saved")._fields[:2] == ("mean", "inv_std")
     assert cunorm.Moments._fields == ("count", "mean", "m2")
 
 
@@ -90,7 +127,7 @@ def test_docstrings(name):
     thing = getattr(cunorm, name)
     doc = inspect.getdoc(thing)
     assert doc
-    if name.startswith(("batch_norm", "merge", "update")):
+    if "_norm_" in name or name.startswith(("scale_shift", "merge", "update")):
         for section in ("Parameters\n---", "Raises\n---"):
             assert section in doc, section
         for parameter in inspect.signature(thing).parameters:

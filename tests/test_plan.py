@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cunorm.cpu import plan
-from cunorm.geometry import Geometry, batch_norm_geometry
+from cunorm.geometry import (
+    batch_norm_geometry,
+    group_norm_geometry,
+    row_norm_geometry,
+    scale_shift_geometry,
+)
 
 extents = st.one_of(st.integers(1, 40), st.sampled_from([49, 196, 784, 4097, 100_000]))
 
@@ -13,7 +18,7 @@ extents = st.one_of(st.integers(1, 40), st.sampled_from([49, 196, 784, 4097, 100
 @given(extents, extents, st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 4096, 50_176])),
        st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]))  # fmt: skip
 def test_everything_is_covered(outer, group, inner, itemsize, operands):
-    geometry = Geometry(1, outer, group, inner)
+    geometry = batch_norm_geometry((outer, group, inner), 1)
     cut = plan.plan(geometry, itemsize, operands)
     assert 1 <= cut.parts <= plan._MOST_PARTS
     if isinstance(cut, plan.Segments):
@@ -67,9 +72,55 @@ def test_few_channels_use_all_threads():
     assert plan.stays_near(resident, 1)
 
 
+def test_rows_are_covered():
+    """Pieces of rows, and blocks of samples, whatever their number."""
+    for batch, length in [(1, 1), (3, 4097), (1000, 128), (131072, 128), (5, 700_001), (64, 12288)]:
+        for inner in (1, 7):
+            for operands in (1, 2):
+                geometry = group_norm_geometry((batch, 2 * length, inner), 1, 2)
+                cut = plan.plan(geometry, 4, operands, False)
+                assert isinstance(cut, plan.Rows)
+                row = length * inner
+                assert (cut.pieces - 1) * cut.chunk_length < row <= cut.pieces * cut.chunk_length
+                assert cut.chunk_length <= plan._SEGMENT_CHUNK
+                assert (cut.blocks - 1) * cut.block < batch <= cut.blocks * cut.block
+                assert cut.block <= plan._MOST_BLOCK_SAMPLES
+                assert cut.tasks == 2 * batch * cut.pieces
+                assert cut.resident_tasks == 2 * cut.blocks
+
+
+@pytest.mark.parametrize(
+    ("geometry", "forward", "backward"),
+    [
+        (row_norm_geometry((64, 4096), 1), plan.Rows, plan.Rows),
+        (group_norm_geometry((128, 256, 28, 28), 1, 32), plan.Segments, plan.Segments),
+        (group_norm_geometry((128, 256, 14, 14), 1, 32), plan.Rows, plan.Segments),
+        (group_norm_geometry((128, 512, 7, 7), 1, 32), plan.Rows, plan.Rows),
+        (group_norm_geometry((128, 28, 28, 256), 3, 32), plan.Columns, plan.Columns),
+        (group_norm_geometry((128, 28, 256, 28), 2, 32), plan.Columns, plan.Columns),
+        (group_norm_geometry((8, 28, 256, 56), 2, 32), plan.Segments, plan.Segments),
+        (group_norm_geometry((32, 64, 56, 56), 1, 64), plan.Segments, plan.Segments),
+        (group_norm_geometry((32, 56, 56, 64), 3, 64), plan.Columns, plan.Columns),
+    ],
+    ids=str,
+)
+def test_families(geometry, forward, backward):
+    assert isinstance(plan.plan(geometry, 4, 1), forward)
+    assert isinstance(plan.plan(geometry, 4, 2), backward)
+
+
 def test_geometry():
-    assert batch_norm_geometry((8, 3, 5, 7), 1) == (1, 8, 3, 35)
-    assert batch_norm_geometry((8, 5, 7, 3), 3) == (1, 280, 3, 1)
-    assert batch_norm_geometry((8, 5), 0) == (1, 1, 8, 5)
+    assert batch_norm_geometry((8, 3, 5, 7), 1) == (1, 8, 3, 35, 1, 3)
+    assert batch_norm_geometry((8, 5, 7, 3), 3) == (1, 280, 3, 1, 1, 3)
+    assert batch_norm_geometry((8, 5), 0) == (1, 1, 8, 5, 1, 8)
     geometry = batch_norm_geometry((8, 3, 5, 7), 1)
     assert (geometry.size, geometry.count, geometry.statistics) == (840, 280, 3)
+    geometry = group_norm_geometry((2, 5, 12, 7), 2, 4)
+    assert geometry == (2, 5, 12, 7, 3, 12)
+    assert (geometry.size, geometry.count, geometry.statistics) == (840, 105, 8)
+    assert geometry.merged() == (2, 5, 4, 21, 1, 4)
+    assert geometry.apart() == (2, 5, 12, 7, 1, 12)
+    assert row_norm_geometry((6, 5, 4, 3), 2) == (30, 1, 12, 1, 12, 12)
+    assert scale_shift_geometry((6, 5, 4), 1, False) == (1, 6, 5, 4, 1, 5)
+    assert scale_shift_geometry((6, 5, 4), 1, True) == (1, 1, 30, 4, 1, 30)
+    assert scale_shift_geometry((6, 5, 4), 2, True) == (6, 5, 4, 1, 1, 24)

@@ -23,7 +23,7 @@ what rounding takes from the mean and make up for it.
 from __future__ import annotations
 
 import numpy as np
-from reference import Backward, Forward, per_channel, reduced_axes
+from reference import Backward, Forward
 
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 5e-324}
@@ -66,42 +66,50 @@ def var_bound(result: Forward, count, dtype):
 
 def inv_std_bound(result: Forward, count, dtype):
     """Of 1 / sqrt(var + eps): half the relative error of the variance, and its rounding."""
-    return 2 * gamma(count, dtype) * result.inv_std
+    return (2 * gamma(count, dtype) + _offset(result, dtype)) * result.inv_std
 
 
-def y_bound(result: Forward, weight, bias, count, dtype, channel_axis=1):
+def _normalized_bound(result: Forward, count, dtype):
+    """Of (x - mean) * inv_std, seen in the shape of the norm: the mean's error and its own."""
+    norm = result.norm
+    normalized = np.abs(result.normalized.reshape(norm.split))
+    g = gamma(count, dtype)
+    return g * (normalized + norm.centered) + norm.per_statistic(_offset(result, dtype))
+
+
+def y_bound(result: Forward, weight, bias, count, dtype):
     """Of y: its parts' relative errors, the mean's error in units of std, its own rounding."""
-    ndim = result.y.ndim
-    number = result.y.shape[channel_axis]
-    w = per_channel(np.ones(number) if weight is None else weight, ndim, channel_axis)
-    b = per_channel(np.zeros(number) if bias is None else bias, ndim, channel_axis)
-    offset = per_channel(_offset(result, dtype), ndim, channel_axis)
+    w = np.abs(result.norm.per_parameter(weight, 1.0))
+    b = np.abs(result.norm.per_parameter(bias, 0.0))
+    bound = w * _normalized_bound(result, count, dtype) + gamma(count, dtype) * b
+    return bound.reshape(result.y.shape) + _rounded(result.y, dtype)
+
+
+def backward_bounds(gradients: Backward, result: Forward, dy, weight, count, dtype):
+    """Of dx, dweight and dbias.
+
+    A parameter's gradient is a sum over other elements than a statistic: its terms have the
+    errors of what the statistics have made of x, and it has those of a sum of its own.
+    """
+    norm, spread = result.norm, result.norm.per_statistic
     g = gamma(count, dtype)
-    bound = np.abs(w) * (g * (np.abs(result.normalized) + 1.0) + offset) + g * np.abs(b)
-    return bound + _rounded(result.y, dtype)
+    dy = np.abs(np.asarray(dy).astype(np.float64)).reshape(norm.split)
+    normalized = np.abs(result.normalized).reshape(norm.split)
 
+    terms = dy.size // max(gradients.dbias.size, 1)
+    summed = gamma(terms, dtype)
+    dweight = summed * norm.of_parameters(dy * normalized)
+    dweight += norm.of_parameters(dy * _normalized_bound(result, count, dtype))
+    dbias = summed * norm.of_parameters(dy)
 
-def backward_bounds(gradients: Backward, result: Forward, dy, weight, count, dtype, channel_axis=1):
-    """Of dx, dweight and dbias."""
-    ndim = dy.ndim
-    axes = reduced_axes(ndim, channel_axis)
-    number = dy.shape[channel_axis]
-
-    def spread(values):
-        return per_channel(values, ndim, channel_axis)
-
-    g = gamma(count, dtype)
-    offset = _offset(result, dtype)
-    dy = np.abs(np.asarray(dy).astype(np.float64))
-    normalized = np.abs(result.normalized)
-    w = np.abs(np.ones(number) if weight is None else np.asarray(weight).astype(np.float64))
-    sum_dy = dy.sum(axes)
-    sum_product = (dy * normalized).sum(axes)
-    dweight = 2 * g * sum_product + (g + offset) * sum_dy
-    dbias = g * sum_dy
-    share = (g + spread(offset)) * (1 + normalized) * spread((sum_product + sum_dy) / max(count, 1))
-    dx = spread(w * result.inv_std) * (g * dy + 2 * share) + _rounded(gradients.dx, dtype)
-    return Backward(dx, dweight, dbias)
+    inner = dy * np.abs(norm.per_parameter(weight, 1.0))
+    bound = g * inner
+    if result.own:  # the statistics' gradient is shared among their elements
+        total = norm.of_statistics(inner * (normalized + norm.centered)) / max(count, 1)
+        offset = spread(_offset(result, dtype))
+        bound = bound + 2 * (g + offset) * (norm.centered + normalized) * spread(total)
+    dx = (spread(result.inv_std) * bound).reshape(gradients.dx.shape)
+    return Backward(dx + _rounded(gradients.dx, dtype), dweight, dbias)
 
 
 def assert_within(actual, expected, bound, what):

@@ -2,19 +2,21 @@
 
 `reduce` sums dy and dy * (x - mean) over every channel, `input_gradient`
 takes it from there; between the two a synchronized norm adds up its ranks.
-`backward` does both at once: a channel that fits the cache is read from
-memory once. With mean and inv_std computed from the n values of x,
+`backward` does both at once: what shares a statistic is read from memory once if it
+fits the cache. With mean and inv_std computed from n values of x, and sums over these,
 
-    dx = weight * inv_std * (dy - sum_dy / n - (x - mean) * inv_std^2 * sum_dy_xmu / n)
+    dx = inv_std * (weight * dy - sum(weight * dy) / n
+                    - (x - mean) * inv_std^2 * sum(weight * dy * (x - mean)) / n)
 
-(Ioffe and Szegedy, 2015, section 3); with given statistics the last two terms
-are absent.
+(Ioffe and Szegedy, 2015, section 3, where weight is the same for all of them); with given
+statistics the last two terms are absent.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
     accumulate,
@@ -39,33 +41,58 @@ from .pieces import (
     segments_unit,
     spread,
 )
-from .plan import Columns, Segments, plan, stays_near
+from .plan import Columns, Rows, Segments, plan, stays_near
+from .rows import (
+    add_up_blocks,
+    backward_rows,
+    gradient_rows,
+    reduce_rows,
+    row_extents,
+    row_parameter,
+)
 from .statistics import NONE, parameter, residual_times
 from .threads import get_num_threads, run
-from .transform import STREAMING_BYTES, columns_transform, segments_transform, transform
+from .transform import STREAMING_BYTES, columns_transform, segments_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
 
 @strict_function
-def _coefficients(x, statistic, g, residual, inv_std, weight, sum_dy, sum_dy_xmu, count):
-    """(scale, slope, offset) of dx = dy * scale + ((x - mean) * slope + offset).
-
-    The offset makes up for the residual: what rounding took from the mean.
-    """
-    r = np.float64(load(inv_std, statistic))
-    scale = r * np.float64(load(weight, g)) if weight.size else r
-    slope = -(scale * r) * (sum_dy_xmu * r / count)  # in this order nothing overflows
-    offset = -scale * (sum_dy / count) - residual_times(residual, statistic, slope)
-    return as_accumulator(x, scale), as_accumulator(x, slope), as_accumulator(x, offset)
+def _weight_of(weight, parameter):
+    return np.float64(load(weight, parameter)) if weight.size else 1.0
 
 
 @strict_function
-def _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
+def _share(x, statistic, members, parameter, residual, inv_std, weight, sum_dy, sum_dy_xmu, count):
+    """(slope, offset): what a statistic adds to dx, (x - mean) * slope + offset.
+
+    Its weights begin at `parameter`. The offset makes up for the residual: what rounding took
+    from the mean.
+    """
+    total, products = 0.0, 0.0
+    for member in range(members):
+        factor = _weight_of(weight, parameter + member)
+        channel = statistic * members + member
+        total += factor * np.float64(load_scratch(sum_dy, channel))
+        products += factor * np.float64(load_scratch(sum_dy_xmu, channel))
+    r = np.float64(load(inv_std, statistic))
+    slope = -(r * r) * (products * r / count)  # in this order nothing overflows
+    offset = -r * (total / count) - residual_times(residual, statistic, slope)
+    return as_accumulator(x, slope), as_accumulator(x, offset)
+
+
+@strict_function
+def _scale(x, statistic, parameter, inv_std, weight):
+    """The factor of dy in dx."""
+    return as_accumulator(x, np.float64(load(inv_std, statistic)) * _weight_of(weight, parameter))
+
+
+@strict_function
+def _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
     """Write a channel's sums, the second one about the mean before rounding."""
-    total_dy_xmu -= residual_times(residual, statistic, total_dy)
-    store(sum_dy, statistic, as_accumulator(sum_dy, total_dy))
-    store(sum_dy_xmu, statistic, as_accumulator(sum_dy, total_dy_xmu))
+    total_dy_xmu -= residual_times(residual, channel // members, total_dy)
+    store(sum_dy, channel, as_accumulator(sum_dy, total_dy))
+    store(sum_dy_xmu, channel, as_accumulator(sum_dy, total_dy_xmu))
 
 
 # --- segments -----------------------------------------------------------------
@@ -84,10 +111,15 @@ def _run_reduce(dy, x, start, length, mean):
 
 @device_function
 def _segments_part(
-    dy, x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part, mean
-):
-    """Sums of dy and dy * (x - mean) over one part of the channel that begins at `base`."""
+    dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part, mean,
+    scale, streaming,
+):  # fmt: skip
+    """Sums of dy and dy * (x - mean) over one part of the channel that begins at `base`.
+
+    If there is a dx, it becomes dy * scale while that is near.
+    """
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    zero = as_accumulator(x, 0.0)
     sum_dy, sum_dy_xmu = 0.0, 0.0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
@@ -95,25 +127,40 @@ def _segments_part(
             run_dy, run_dy_xmu = _run_reduce(dy, x, base + r * stride + offset, length, mean)
             sum_dy += run_dy
             sum_dy_xmu += run_dy_xmu
+        if dx.size:
+            segments_transform(
+                dy, dx, base, stride, outer, inner, chunk_rows, chunk_length, chunk, chunk + 1,
+                zero, scale, zero, streaming,
+            )  # fmt: skip
     return sum_dy, sum_dy_xmu
 
 
 @kernel
 def _reduce_segments(
-    counter, tasks, dy, x, mean, partials,
-    batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
+    counter, tasks, dy, x, dx, mean, inv_std, weight, partials, streaming,
+    batch, outer, group, inner, members, parameters,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` parts; `partials[statistic, part]` gets the two sums."""
+    """A task is `task_units` parts; `partials[channel, part]` gets the two sums.
+
+    If there is a dx, it becomes that of given statistics.
+    """
     units = batch * group * parts
+    zero = as_accumulator(x, 0.0)
     task = next_task(counter)
     while task < tasks:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, _, part, base = segments_unit(unit, outer, group, inner, parts)
+            channel, part, base = segments_unit(unit, outer, group, inner, parts)
+            statistic = channel // members
+            scale = zero
+            if dx.size:
+                scale = _scale(x, statistic, channel % parameters, inv_std, weight)
             sums = _segments_part(
-                dy, x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks,
-                part, load(mean, statistic),
+                dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
+                part_chunks, part, load(mean, statistic),
+                scale, streaming,
             )  # fmt: skip
-            partials[statistic, part, 0], partials[statistic, part, 1] = sums
+            partials[channel, part, 0], partials[channel, part, 1] = sums
         task = next_task(counter)
 
 
@@ -142,8 +189,8 @@ def _segments_gradient(
 @kernel
 def _gradient_segments(
     counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    streaming,
-    batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
+    streaming, batch, outer, group, inner, members, parameters,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
@@ -151,58 +198,59 @@ def _gradient_segments(
     task = tasks - 1 - next_task(counter)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, g, part, base = segments_unit(unit, outer, group, inner, parts)
-            scale, slope, offset = _coefficients(
-                x, statistic, g, residual, inv_std, weight,
-                np.float64(load(sum_dy, statistic)), np.float64(load(sum_dy_xmu, statistic)), count,
+            channel, part, base = segments_unit(unit, outer, group, inner, parts)
+            statistic = channel // members
+            slope, offset = _share(
+                x, statistic, members, statistic * members % parameters, residual, inv_std,
+                weight, sum_dy, sum_dy_xmu, count,
             )  # fmt: skip
             _segments_gradient(
                 dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
-                part * part_chunks, min(chunks, (part + 1) * part_chunks),
-                load(mean, statistic), scale, slope, offset, streaming,
+                part * part_chunks, min(chunks, (part + 1) * part_chunks), load(mean, statistic),
+                _scale(x, statistic, channel % parameters, inv_std, weight),
+                slope, offset, streaming,
             )  # fmt: skip
         task = tasks - 1 - next_task(counter)
 
 
 @kernel
 def _backward_segments(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, training,
-    streaming,
-    batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
+    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    batch, outer, group, inner, members, parameters,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` whole channels."""
-    units = batch * group
+    """A task is `task_units` whole statistics."""
+    units = batch * group // members
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
-    count = np.float64(outer * inner)
+    count = np.float64(outer * members * inner)
+    stride = group * inner
     zero = as_accumulator(x, 0.0)
     task = next_task(counter)
     while task < tasks:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, g, _, base = segments_unit(unit, outer, group, inner, 1)
+        for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
             center = load(mean, statistic)
-            total_dy, total_dy_xmu = 0.0, 0.0
-            for part in range(parts):
-                part_dy, part_dy_xmu = _segments_part(
-                    dy, x, base, group * inner, outer, inner, chunk_rows, chunk_length,
-                    part_chunks, part, center,
-                )  # fmt: skip
-                total_dy += part_dy
-                total_dy_xmu += part_dy_xmu
-            _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
-            scale, slope, offset = _coefficients(
-                x, statistic, g, residual, inv_std, weight,
-                np.float64(load_scratch(sum_dy, statistic)),
-                np.float64(load_scratch(sum_dy_xmu, statistic)), count,
+            first = statistic * members % parameters
+            for channel in range(statistic * members, (statistic + 1) * members):
+                _, _, base = segments_unit(channel, outer, group, inner, 1)
+                total_dy, total_dy_xmu = 0.0, 0.0
+                for part in range(parts):
+                    part_dy, part_dy_xmu = _segments_part(
+                        dy, x, dx[:0], base, stride, outer, inner, chunk_rows, chunk_length,
+                        part_chunks, part, center, zero, False,
+                    )  # fmt: skip
+                    total_dy += part_dy
+                    total_dy_xmu += part_dy_xmu
+                _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
+            slope, offset = _share(
+                x, statistic, members, first, residual, inv_std, weight, sum_dy, sum_dy_xmu,
+                count,
             )  # fmt: skip
-            if training:
+            for member in range(members):
+                _, _, base = segments_unit(statistic * members + member, outer, group, inner, 1)
                 _segments_gradient(
-                    dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
-                    0, chunks, center, scale, slope, offset, streaming,
-                )  # fmt: skip
-            else:
-                segments_transform(
-                    dy, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
-                    0, chunks, zero, scale, zero, streaming,
+                    dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, 0, chunks,
+                    center, _scale(x, statistic, first + member, inv_std, weight),
+                    slope, offset, streaming,
                 )  # fmt: skip
         task = next_task(counter)
 
@@ -247,23 +295,36 @@ def _columns_chunk(
 
 @device_function
 def _columns_reduce(
-    dy, x, start, stride, rows, width, tail_width, chunk_rows, mean,
-    sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
+    dy, x, dx, start, stride, rows, width, tail_width, chunk_rows, mean,
+    sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, scale, streaming,
 ):  # fmt: skip
-    """Both sums of every position, over `rows` rows and, left of `tail_width`, one more."""
+    """Both sums of every position, over `rows` rows and, left of `tail_width`, one more.
+
+    If there is a dx, it becomes dy * scale while that is near.
+    """
     for p in range(width):
         store(total_dy, p, 0.0)
         store(total_dy_xmu, p, 0.0)
     for row in range(0, rows, chunk_rows):
+        height = min(chunk_rows, rows - row)
         _columns_chunk(
-            dy, x, start + row * stride, stride, min(chunk_rows, rows - row), width, mean,
+            dy, x, start + row * stride, stride, height, width, mean,
             sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
         )  # fmt: skip
+        if dx.size:
+            columns_transform(
+                dy, dx, start + row * stride, stride, height, width, 0, zero, scale, zero,
+                streaming,
+            )  # fmt: skip
     if tail_width > 0:
         _columns_chunk(
             dy, x, start + rows * stride, stride, 1, tail_width, mean,
             sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
         )  # fmt: skip
+        if dx.size:
+            columns_transform(
+                dy, dx, start + rows * stride, stride, 0, 0, tail_width, zero, scale, zero, False
+            )
 
 
 @strict_function
@@ -284,30 +345,54 @@ def _spread_means(statistic, channels, fold, inner, mean, block_mean):
         spread(load(mean, statistic + channel), channel, channels, fold, inner, block_mean)
 
 
+@device_function
+def _spread_scales(
+    x, statistic, channels, members, parameters, fold, inner, inv_std, weight, block_scale
+):
+    length = inner // members
+    first = statistic * members % parameters
+    for channel in range(channels):
+        for member in range(channel * members, (channel + 1) * members):
+            scale = _scale(x, statistic + channel, first + member, inv_std, weight)
+            spread(scale, member, channels * members, fold, length, block_scale)
+
+
 @kernel
 def _reduce_columns(
-    counter, tasks, dy, x, mean, partials, batch, outer, group, inner,
+    counter, tasks, dy, x, dx, mean, inv_std, weight, partials, streaming, members, parameters,
+    batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
-    """A task is one part of one block; `partials[statistic, part]` gets the two sums."""
+    """A task is one part of one block; `partials[channel, part]` gets the two sums.
+
+    If there is a dx, it becomes that of given statistics.
+    """
     most = fold * block_channels * inner
     block_mean, sum_dy, sum_dy_xmu = scratch(x, most), scratch(x, most), scratch(x, most)
     total_dy, total_dy_xmu = np.empty(most), np.empty(most)
+    block_scale, zero = scratch(x, most), scratch(x, most)
+    zero[:] = 0.0
+    length = inner // members
     task = next_task(counter)
     while task < tasks:
-        statistic, _, channels, part, start, height, tail = columns_piece(
+        statistic, channels, part, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
         _spread_means(statistic, channels, fold, inner, mean, block_mean)
+        if dx.size:
+            _spread_scales(
+                x, statistic, channels, members, parameters, fold, inner, inv_std, weight,
+                block_scale,
+            )  # fmt: skip
         _columns_reduce(
-            dy, x, start, fold * group * inner, height, fold * channels * inner,
+            dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, chunk_rows, block_mean,
-            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
+            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, block_scale, streaming,
         )  # fmt: skip
-        for channel in range(channels):
-            sums = _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu)
-            partials[statistic + channel, part, 0] = sums[0]
-            partials[statistic + channel, part, 1] = sums[1]
+        for channel in range(channels * members):
+            sums = _channel_sums(channel, channels * members, fold, length, total_dy, total_dy_xmu)
+            partials[statistic * members + channel, part, 0] = sums[0]
+            partials[statistic * members + channel, part, 1] = sums[1]
         task = next_task(counter)
 
 
@@ -353,17 +438,16 @@ def _columns_gradient(
 
 
 @device_function
-def _spread_coefficients(
-    x, statistic, g, channels, fold, inner, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    block_scale, block_slope, block_offset,
+def _spread_shares(
+    x, statistic, channels, members, parameters, fold, inner, residual, inv_std, weight,
+    sum_dy, sum_dy_xmu, count, block_slope, block_offset,
 ):  # fmt: skip
+    first = statistic * members % parameters
     for channel in range(channels):
-        s = statistic + channel
-        scale, slope, offset = _coefficients(
-            x, s, g + channel, residual, inv_std, weight,
-            np.float64(load_scratch(sum_dy, s)), np.float64(load_scratch(sum_dy_xmu, s)), count,
+        slope, offset = _share(
+            x, statistic + channel, members, first + channel * members, residual, inv_std, weight,
+            sum_dy, sum_dy_xmu, count,
         )  # fmt: skip
-        spread(scale, channel, channels, fold, inner, block_scale)
         spread(slope, channel, channels, fold, inner, block_slope)
         spread(offset, channel, channels, fold, inner, block_offset)
 
@@ -371,7 +455,7 @@ def _spread_coefficients(
 @kernel
 def _gradient_columns(
     counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    streaming, batch, outer, group, inner,
+    streaming, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
@@ -380,13 +464,16 @@ def _gradient_columns(
     block_slope, block_offset = scratch(x, most), scratch(x, most)
     task = tasks - 1 - next_task(counter)
     while task >= 0:
-        statistic, g, channels, _, start, height, tail = columns_piece(
+        statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
         _spread_means(statistic, channels, fold, inner, mean, block_mean)
-        _spread_coefficients(
-            x, statistic, g, channels, fold, inner, residual, inv_std, weight,
-            sum_dy, sum_dy_xmu, count, block_scale, block_slope, block_offset,
+        _spread_scales(
+            x, statistic, channels, members, parameters, fold, inner, inv_std, weight, block_scale
+        )
+        _spread_shares(
+            x, statistic, channels, members, parameters, fold, inner, residual, inv_std, weight,
+            sum_dy, sum_dy_xmu, count, block_slope, block_offset,
         )  # fmt: skip
         _columns_gradient(
             dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
@@ -397,8 +484,8 @@ def _gradient_columns(
 
 @kernel
 def _backward_columns(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, training,
-    streaming, batch, outer, group, inner,
+    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one block of whole channels."""
@@ -407,80 +494,185 @@ def _backward_columns(
     block_slope, block_offset = scratch(x, most), scratch(x, most)
     block_dy, block_dy_xmu = scratch(x, most), scratch(x, most)
     total_dy, total_dy_xmu = np.empty(most), np.empty(most)
-    sums = np.empty((block_channels, 2))
+    sums = np.empty((block_channels * members, 2))
     stride = fold * group * inner
+    length = inner // members
     task = next_task(counter)
     while task < tasks:
-        statistic, g, channels, _, start, _, _ = columns_piece(
+        statistic, channels, _, start, _, _ = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
         )
         width = fold * channels * inner
-        tail_width = tail_rows * channels * inner
+        first = statistic * members
         _spread_means(statistic, channels, fold, inner, mean, block_mean)
         sums[:, :] = 0.0
         for part in range(parts):
             height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
             _columns_reduce(
-                dy, x, start + part * part_rows * stride, stride, height, width,
+                dy, x, dx[:0], start + part * part_rows * stride, stride, height, width,
                 tail * channels * inner, chunk_rows, block_mean,
-                block_dy, block_dy_xmu, total_dy, total_dy_xmu,
+                block_dy, block_dy_xmu, total_dy, total_dy_xmu, block_dy, block_dy, False,
             )  # fmt: skip
-            for channel in range(channels):
-                part_sums = _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu)
+            for channel in range(channels * members):
+                part_sums = _channel_sums(
+                    channel, channels * members, fold, length, total_dy, total_dy_xmu
+                )
                 sums[channel, 0] += part_sums[0]
                 sums[channel, 1] += part_sums[1]
-        for channel in range(channels):
+        for channel in range(channels * members):
             _write_sums(
-                statistic + channel, residual, sums[channel, 0], sums[channel, 1],
+                first + channel, members, residual, sums[channel, 0], sums[channel, 1],
                 sum_dy, sum_dy_xmu,
             )  # fmt: skip
-        _spread_coefficients(
-            x, statistic, g, channels, fold, inner, residual, inv_std, weight,
-            sum_dy, sum_dy_xmu, np.float64(outer * inner), block_scale, block_slope, block_offset,
+        _spread_scales(
+            x, statistic, channels, members, parameters, fold, inner, inv_std, weight, block_scale
+        )
+        _spread_shares(
+            x, statistic, channels, members, parameters, fold, inner, residual, inv_std, weight,
+            sum_dy, sum_dy_xmu, np.float64(outer * inner), block_slope, block_offset,
         )  # fmt: skip
-        if training:
-            _columns_gradient(
-                dy, x, dx, start, stride, rows, width, tail_width,
-                block_mean, block_scale, block_slope, block_offset, streaming,
-            )  # fmt: skip
-        else:
-            for p in range(width):
-                store(block_mean, p, as_accumulator(x, 0.0))
-            columns_transform(
-                dy, dx, start, stride, rows, width, tail_width,
-                block_mean, block_scale, block_mean, streaming,
-            )  # fmt: skip
+        _columns_gradient(
+            dy, x, dx, start, stride, rows, width, tail_rows * channels * inner,
+            block_mean, block_scale, block_slope, block_offset, streaming,
+        )  # fmt: skip
         task = next_task(counter)
 
 
+# --- both ---------------------------------------------------------------------
+
+
 @kernel
-def _finish_sums(partials, residual, sum_dy, sum_dy_xmu):
-    for statistic in range(partials.shape[0]):
+def _finish_sums(partials, members, residual, sum_dy, sum_dy_xmu):
+    for channel in range(partials.shape[0]):
         total_dy, total_dy_xmu = 0.0, 0.0
         for part in range(partials.shape[1]):
-            total_dy += partials[statistic, part, 0]
-            total_dy_xmu += partials[statistic, part, 1]
-        _write_sums(statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
+            total_dy += partials[channel, part, 0]
+            total_dy_xmu += partials[channel, part, 1]
+        _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
 
 
-# --- the verbs ----------------------------------------------------------------
+@device_function
+def _store_totals(totals, result):
+    for i in range(result.size):
+        store(result, i, as_accumulator(result, load_scratch(totals, i)))
+
+
+@kernel
+def _add_up_samples(sum_dy, sum_dy_xmu, inv_std, members, parameters, dweight, dbias):
+    """Dweight and dbias from the sums of all channels; either may be empty and is left out."""
+    totals = np.zeros(parameters)
+    if dweight.size:
+        for first in range(0, sum_dy.size, parameters):
+            for i in range(parameters):
+                r = np.float64(load(inv_std, (first + i) // members))
+                term = r * np.float64(load(sum_dy_xmu, first + i))
+                store(totals, i, load_scratch(totals, i) + term)
+        _store_totals(totals, dweight)
+    if dbias.size:
+        totals[:] = 0.0
+        for first in range(0, sum_dy.size, parameters):
+            for i in range(parameters):
+                term = np.float64(load(sum_dy, first + i))
+                store(totals, i, load_scratch(totals, i) + term)
+        _store_totals(totals, dbias)
+
 
 _REDUCE = {Segments: _reduce_segments, Columns: _reduce_columns}
 _GRADIENT = {Segments: _gradient_segments, Columns: _gradient_columns}
 _BACKWARD = {Segments: _backward_segments, Columns: _backward_columns}
 
 
+def _extents(cut, geometry: Geometry):
+    """A geometry as the kernels of a plan take it."""
+    if isinstance(cut, Segments):
+        return geometry
+    return *geometry[4:], *geometry.merged()[:4]
+
+
+def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out=None):
+    """Both sums of every channel, in the accumulator type.
+
+    `out`, if there is one, becomes dx for given statistics in the same sweep.
+    """
+    cut = plan(geometry, x.itemsize, 2 if training else 0)
+    assert not isinstance(cut, Rows)
+    channels = geometry.batch * geometry.group
+    partials = np.empty((channels, cut.parts, 2))
+    run(
+        _REDUCE[type(cut)], cut.tasks, 2 * x.nbytes, flat(dy), flat(x),
+        flat(x)[:0] if out is None else flat(out), mean, inv_std, weight, partials,
+        x.nbytes >= STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
+    )  # fmt: skip
+    sum_dy, sum_dy_xmu = np.empty((2, channels), mean.dtype)
+    _finish_sums(partials, geometry.members, residual, sum_dy, sum_dy_xmu)
+    return sum_dy, sum_dy_xmu
+
+
+def _sums_and_gradient(dy, x, mean, residual, inv_std, weight, geometry: Geometry, out):
+    """Both sums of every channel, and `out` = dx for statistics taken from x."""
+    cut = plan(geometry, x.itemsize, 2)
+    assert not isinstance(cut, Rows)
+    if stays_near(cut, get_num_threads()):
+        sum_dy, sum_dy_xmu = np.empty((2, geometry.batch * geometry.group), mean.dtype)
+        run(
+            _BACKWARD[type(cut)], cut.resident_tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
+            mean, residual, inv_std, weight, sum_dy, sum_dy_xmu,
+            x.nbytes >= STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
+        )  # fmt: skip
+    else:
+        sum_dy, sum_dy_xmu = _sums(dy, x, mean, residual, inv_std, weight, True, geometry)
+        input_gradient(
+            dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, geometry.count,
+            geometry, out,
+        )  # fmt: skip
+    return sum_dy, sum_dy_xmu
+
+
+def _backward_rows(
+    dy, x, mean, residual, inv_std, weight, centered, geometry: Geometry, cut: Rows, out,
+    dweight, dbias,
+):  # fmt: skip
+    """Gradients as `backward` has them, of rows; flat dweight and dbias, empty if not wanted."""
+    statistics = mean, residual, inv_std
+    streaming = x.nbytes >= STREAMING_BYTES
+    extents = row_extents(geometry)
+    _, number, length = extents
+    gradients = dweight.size + dbias.size > 0
+    if cut.resident and out is not None:
+        partials = np.empty((cut.blocks, 2, number * length if gradients else 0), mean.dtype)
+        run(
+            backward_rows, cut.resident_tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
+            *statistics, weight, centered, gradients, partials, streaming,
+            *extents, *cut.arguments,
+        )  # fmt: skip
+    else:
+        partials = np.empty((1, 2, number * length), mean.dtype)
+        sums = np.empty((geometry.statistics, cut.pieces, 2))
+        run(
+            reduce_rows, number * cut.pieces, 2 * x.nbytes, flat(dy), flat(x),
+            *statistics, weight, sums, partials, *extents, *cut.arguments,
+        )  # fmt: skip
+        if out is not None:
+            run(
+                gradient_rows, cut.tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
+                *statistics, weight, sums, centered, streaming, *extents, *cut.arguments,
+            )  # fmt: skip
+    if gradients:
+        chunk = 1024
+        run(
+            add_up_blocks, -(-geometry.parameters // chunk), partials.nbytes, partials,
+            geometry.inner, dweight, dbias, chunk,
+        )  # fmt: skip
+
+
+# --- the verbs ----------------------------------------------------------------
+
+
 def reduce(dy, x, mean, residual, geometry: Geometry):
     """Sums of dy and of dy * (x - (mean + residual)) over every channel; residual may be None."""
-    cut = plan(geometry, x.itemsize, 2)
-    partials = np.empty((geometry.statistics, cut.parts, 2))
-    run(
-        _REDUCE[type(cut)], cut.tasks, 2 * x.nbytes, flat(dy), flat(x), mean, partials,
-        *geometry, *cut.arguments,
-    )  # fmt: skip
-    sum_dy, sum_dy_xmu = np.empty((2, geometry.statistics), mean.dtype)
-    _finish_sums(partials, NONE[mean.dtype] if residual is None else residual, sum_dy, sum_dy_xmu)
-    return sum_dy, sum_dy_xmu
+    none = NONE[mean.dtype]
+    residual = none if residual is None else residual
+    return _sums(dy, x, mean, residual, none, none, True, geometry)
 
 
 def input_gradient(
@@ -492,50 +684,38 @@ def input_gradient(
         _GRADIENT[type(cut)], cut.tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
         mean, NONE[mean.dtype] if residual is None else residual, inv_std,
         parameter(weight, mean.dtype), sum_dy, sum_dy_xmu, float(count),
-        x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
+        x.nbytes >= STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
     )  # fmt: skip
 
 
-def _sums_and_gradient(
-    dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out
-):  # fmt: skip
-    cut = plan(geometry, x.itemsize, 2)
-    if stays_near(cut, get_num_threads()):
-        sum_dy, sum_dy_xmu = np.empty((2, geometry.statistics), mean.dtype)
-        run(
-            _BACKWARD[type(cut)], cut.resident_tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
-            mean, NONE[mean.dtype] if residual is None else residual, inv_std,
-            parameter(weight, mean.dtype), sum_dy, sum_dy_xmu, training,
-            x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
-        )  # fmt: skip
-        return sum_dy, sum_dy_xmu
-    sum_dy, sum_dy_xmu = reduce(dy, x, mean, residual, geometry)
-    if training:
-        input_gradient(
-            dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, geometry.count,
-            geometry, out,
-        )  # fmt: skip
-    else:
-        transform(dy, None, None, inv_std, weight, None, geometry, out)
-    return sum_dy, sum_dy_xmu
-
-
 def backward(
-    dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out, dweight, dbias
-):
+    dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out, dweight, dbias,
+    weight_offset=0.0,
+):  # fmt: skip
     """Gradients with respect to x into `out`, to weight into `dweight`, to bias into `dbias`.
 
-    Each of them may be None. In training mean and inv_std are those of x; otherwise they
-    are given numbers.
+    Each of them may be None. In training mean and inv_std are those of x, or, if mean is None,
+    those about zero; otherwise they are given numbers, and None means 0 and 1. Weights count
+    `weight_offset` more.
     """
-    if out is None:
-        sum_dy, sum_dy_xmu = reduce(dy, x, mean, residual, geometry)
-    else:
-        sum_dy, sum_dy_xmu = _sums_and_gradient(
-            dy, x, mean, residual, inv_std, weight, training, geometry, out
+    dtype = statistics_dtype(x.dtype)
+    centered = mean is not None or not training
+    if mean is None:
+        mean = np.zeros(geometry.statistics, dtype)
+    if inv_std is None:
+        inv_std = np.ones(geometry.statistics, dtype)
+    residual = NONE[dtype] if residual is None else residual
+    gradients = [NONE[dtype] if array is None else flat(array) for array in (dweight, dbias)]
+    cut = plan(geometry, x.itemsize, 2, centered)
+    if isinstance(cut, Rows):
+        weight = row_parameter(weight, dtype, geometry, 1.0, weight_offset)
+        _backward_rows(
+            dy, x, mean, residual, inv_std, weight, centered, geometry, cut, out, *gradients
         )
-    with np.errstate(all="ignore"):
-        if dweight is not None:
-            np.multiply(sum_dy_xmu, inv_std, out=dweight, casting="unsafe")
-        if dbias is not None:
-            dbias[...] = sum_dy
+        return
+    weight = parameter(weight, dtype, weight_offset)
+    if training and out is not None:
+        sums = _sums_and_gradient(dy, x, mean, residual, inv_std, weight, geometry, out)
+    else:
+        sums = _sums(dy, x, mean, residual, inv_std, weight, training, geometry, out)
+    _add_up_samples(*sums, inv_std, geometry.members, geometry.parameters, *gradients)

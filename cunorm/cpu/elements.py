@@ -37,12 +37,13 @@ _BFLOAT16 = types.int16
 #: sum(x - pivot) into sum(x) - n * pivot, and the digits would be gone.
 _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 
-#: A function that kernels call, compiled into them.
-device_function = njit(**_OPTIONS)
+#: A function that kernels call, compiled into them. Calls of those that the compiler thinks
+#: too large would count references to every array that they take, in atomic operations.
+device_function = njit(forceinline=True, **_OPTIONS)
 
 #: The same without contraction: the same bits whatever code it is compiled into.
 #: Several kernels fold the same partial results and must agree about them.
-strict_function = njit(nogil=True, error_model="numpy")
+strict_function = njit(forceinline=True, nogil=True, error_model="numpy")
 
 
 def kernel(function):
@@ -204,13 +205,14 @@ def _address_of(typing_context, array, index):
 def streaming_range(array, start, end, streaming):
     """The part of [start, end) to write with `store_streaming`; may be empty.
 
-    It is whole cache lines, and many: a line written in part by streaming
-    stores costs more than it saves.
+    It is whole cache lines, and many if there are others: a line written in part by
+    streaming stores costs more than it saves.
     """
     line = 64 // array.itemsize
     misaligned = _address_of(array, start) & 63
     first = start + ((64 - misaligned) & 63) // array.itemsize
-    if not streaming or end - first < 8 * line:
+    whole = misaligned == 0 and (end - start) % line == 0
+    if not streaming or (end - first < 8 * line and not whole):
         return end, end
     return first, first + (end - first) // line * line
 

@@ -9,10 +9,9 @@ from .elements import device_function, store
 
 @device_function
 def segments_unit(unit, outer, group, inner, parts):
-    """(statistic, g, part, base) of a unit of work: one part of the channel that begins at base."""
-    statistic, part = unit // parts, unit % parts
-    g = statistic % group
-    return statistic, g, part, (statistic // group * outer * group + g) * inner
+    """(channel, part, base) of a unit of work: one part of the channel that begins at base."""
+    channel, part = unit // parts, unit % parts
+    return channel, part, (channel // group * outer * group + channel % group) * inner
 
 
 @device_function
@@ -37,11 +36,11 @@ def segments_chunks(outer, inner, chunk_rows, chunk_length):
 def columns_piece(
     task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
 ):
-    """One part of a block: (statistic, g, channels, part, start, height, tail).
+    """One part of a block: (statistic, channels, part, start, height, tail).
 
-    It is `height` folded rows from `start` on of the `channels` channels from g
-    on, whose statistics begin at `statistic`, and below them `tail` rows of the
-    array that fill no folded row. For whole blocks parts is 1 and part_rows rows.
+    It is `height` folded rows from `start` on of `channels` channels, whose statistics
+    begin at `statistic`, and below them `tail` rows of the array that fill no folded row.
+    For whole blocks parts is 1 and part_rows rows.
     """
     blocks = -(-group // block_channels)
     g = task % blocks * block_channels
@@ -49,7 +48,7 @@ def columns_piece(
     entry = task // (blocks * parts)
     height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
     start = entry * outer * group * inner + g * inner + part * part_rows * fold * group * inner
-    return entry * group + g, g, min(block_channels, group - g), part, start, height, tail
+    return entry * group + g, min(block_channels, group - g), part, start, height, tail
 
 
 @device_function

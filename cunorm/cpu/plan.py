@@ -1,6 +1,6 @@
 """How the CPU kernels cut an array into pieces: pure functions of its geometry.
 
-Two families of kernels cover every geometry.
+Three families of kernels cover every geometry. A *channel* is a group of one sample.
 
 *Segments* serve a long ``inner``: a channel is ``outer`` runs of ``inner``
 contiguous elements, and a run is vectorized along itself.
@@ -9,6 +9,10 @@ contiguous elements, and a run is vectorized along itself.
 ``group * inner`` contiguous positions is vectorized across positions, each
 with statistics of its own that are merged into channels at the end. Short
 rows are folded: several are taken as one, in whole cache lines.
+
+*Rows* serve statistics of contiguous elements in which the parameters change every
+few elements, or with every one: layer norm. A row is vectorized along itself, beside
+the parameters.
 
 Either way the data is cut three times, and nothing of it depends on the number
 of threads, so neither do the bits of the result:
@@ -32,7 +36,7 @@ from typing import NamedTuple
 
 from ..geometry import Geometry
 
-__all__ = ["Columns", "Segments", "plan"]
+__all__ = ["Columns", "Rows", "Segments", "plan"]
 
 # Runs are vectorized across positions where they are short, or not long and
 # there are rows enough to spread the cost of a position's own statistics over.
@@ -40,6 +44,12 @@ __all__ = ["Columns", "Segments", "plan"]
 _SHORT_RUN = 32
 _MIDDLING_RUN = 256
 _MANY_ROWS = 16
+
+# Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
+# columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
+# begin and end within them; a backward pass keeps gradients for every element of a row near.
+_SHORT_SPAN = (256, 256, 64)  # by operands
+_SHORT_COLUMN = 48
 
 # Elements summed in the accumulator type before float64 takes over; a chunk of
 # 4096 float32 is 16 KiB, half of a 32 KiB first-level cache.
@@ -57,14 +67,24 @@ _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
 
 # A part is worth a task of its own from about 256 KiB on; 32 parts a channel
-# keep the memory for partial results under 1 KiB a channel.
+# keep the memory for partial results under 1 KiB a channel. A task of columns spreads its
+# channels' numbers to their positions first; 256 of them keep threads busy enough.
 _PART_BYTES = 256 << 10
 _MOST_PARTS = 32
+_ENOUGH_TASKS = 256
 
-# What one task may keep near. Runs come back fast from a shared third-level
-# cache too; narrow columns, a cache line here and there, only from the second.
+# What one task may keep near. Runs, and whole samples, come back fast from a shared
+# third-level cache too; narrow columns, a cache line here and there, only from the second.
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
+
+# The gradients of a row's parameters are added up in blocks of samples: 64 to keep many
+# threads busy, fewer where their partial sums would be more than 1/16 of the data. Chains of
+# additions are no longer than in columns.
+_MOST_BLOCKS = 64
+_LEAST_BLOCKS = 16
+_BLOCK_SHARE = 16
+_MOST_BLOCK_SAMPLES = 256
 
 # Less than this is not worth a task of its own: taking one is an atomic operation.
 _TASK_BYTES = 32 << 10
@@ -77,8 +97,8 @@ def _ceil_div(a: int, b: int) -> int:
 class Segments(NamedTuple):
     """Channels of ``outer`` runs of ``inner`` elements."""
 
-    tasks: int  # when every part is a unit of work
-    resident_tasks: int  # when every channel is one
+    tasks: int  # when every part of a channel is a unit of work
+    resident_tasks: int  # when every statistic is one
     resident: bool
     task_units: int  # units of work in a task
     chunk_rows: int  # runs in a chunk; 1 where a run is cut into several
@@ -93,7 +113,10 @@ class Segments(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Rows of ``fold * group * inner`` positions, taken in blocks of channels."""
+    """Rows of ``fold * group * inner`` positions, taken in blocks of channels.
+
+    Of a merged geometry: the members of a statistic are one channel.
+    """
 
     tasks: int  # when every part of a block is one
     resident_tasks: int  # when every block is one
@@ -112,24 +135,67 @@ class Columns(NamedTuple):
         return self[3:]
 
 
+class Rows(NamedTuple):
+    """Contiguous statistics of ``members * inner`` elements."""
+
+    tasks: int  # when every piece of a row is one
+    resident_tasks: int  # when every block of samples of a statistic is one
+    resident: bool
+    chunk_length: int  # elements of a chunk, and of a piece of a row
+    pieces: int  # of a row
+    block: int  # samples in a block
+    blocks: int
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """What the kernels need to know."""
+        return self[3:]
+
+
+def _pieces(length: int) -> tuple[int, int]:
+    """Number and length of the chunks that a run too long for one is cut into."""
+    # Of equal length, whole 64-element steps of the vector loop.
+    pieces = _ceil_div(length, _SEGMENT_CHUNK)
+    chunk = length if pieces == 1 else _ceil_div(_ceil_div(length, pieces), 64) * 64
+    return _ceil_div(length, chunk), chunk
+
+
+def _rows(geometry: Geometry, itemsize: int, operands: int) -> Rows:
+    batch, _, group, inner, members, _ = geometry
+    length = members * inner
+    pieces, chunk_length = _pieces(length)
+    number = group // members
+    row_bytes = length * itemsize
+    # Partial sums: two of 4 bytes an element of a sample and block.
+    fitting = batch * itemsize // (8 * _BLOCK_SHARE)
+    blocks = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, fitting))
+    blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
+    block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)
+    blocks = _ceil_div(batch, block)
+    return Rows(
+        tasks=batch * number * pieces,
+        resident_tasks=number * blocks,
+        resident=row_bytes * operands <= _RESIDENT_RUNS_BYTES,
+        chunk_length=chunk_length,
+        pieces=pieces,
+        block=block,
+        blocks=blocks,
+    )
+
+
 def _segments(geometry: Geometry, itemsize: int, operands: int) -> Segments:
-    outer, inner = geometry.outer, geometry.inner
-    pieces = _ceil_div(inner, _SEGMENT_CHUNK)
-    if pieces > 1:
-        # Pieces of equal length, whole 64-element steps of the vector loop.
-        chunk_rows, chunk_length = 1, _ceil_div(_ceil_div(inner, pieces), 64) * 64
-        pieces = _ceil_div(inner, chunk_length)
-    else:
-        chunk_rows, chunk_length = min(outer, _SEGMENT_CHUNK // inner), inner
+    outer, inner, members = geometry.outer, geometry.inner, geometry.members
+    pieces, chunk_length = _pieces(inner)
+    chunk_rows = 1 if pieces > 1 else min(outer, _SEGMENT_CHUNK // inner)
     chunks = _ceil_div(outer, chunk_rows) * pieces
-    channel_bytes = geometry.count * itemsize
+    channel_bytes = outer * inner * itemsize
     part_chunks = _ceil_div(chunks, min(_MOST_PARTS, _ceil_div(channel_bytes, _PART_BYTES)))
     parts = _ceil_div(chunks, part_chunks)
-    task_units = max(1, _TASK_BYTES // channel_bytes)
+    task_units = max(1, _TASK_BYTES // (channel_bytes * members))
     return Segments(
-        tasks=_ceil_div(geometry.statistics * parts, task_units),
+        tasks=_ceil_div(geometry.batch * geometry.group * parts, task_units),
         resident_tasks=_ceil_div(geometry.statistics, task_units),
-        resident=channel_bytes * operands <= _RESIDENT_RUNS_BYTES,
+        resident=channel_bytes * members * operands <= _RESIDENT_RUNS_BYTES,
         task_units=task_units,
         chunk_rows=chunk_rows,
         chunk_length=chunk_length,
@@ -139,14 +205,15 @@ def _segments(geometry: Geometry, itemsize: int, operands: int) -> Segments:
 
 
 def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
-    batch, outer, group, inner = geometry
+    batch, outer, group, inner = geometry[:4]
     row_positions = group * inner
     row_bytes = row_positions * itemsize
     # The fewest channels whose positions fill a cache line, and how many fit the cache.
     least = min(group, _ceil_div(_LEAST_BLOCK_BYTES, inner * itemsize))
-    fitting = _RESIDENT_COLUMNS_BYTES // (outer * inner * itemsize * operands)
-    resident = fitting >= least
-    if resident and fitting < group:
+    fitting = _RESIDENT_COLUMNS_BYTES // (outer * inner * itemsize * max(1, operands))
+    whole = outer * row_bytes * operands <= _RESIDENT_RUNS_BYTES  # a sample is one run
+    resident = fitting >= least or whole
+    if fitting >= least and not whole and fitting < group and operands:
         fold = 1
         most = min(_MOST_BLOCK_POSITIONS // inner, fitting)
         block_channels = max(least, min(group, most) // least * least)
@@ -161,10 +228,11 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
     rows, tail_rows = divmod(outer, fold)
     block_bytes = fold * block_channels * inner * itemsize
     chunk_rows = max(1, min(rows, _COLUMN_CHUNK_ROWS, _COLUMN_CHUNK_BYTES // block_bytes))
-    parts = min(_MOST_PARTS, _ceil_div(rows * block_bytes, _PART_BYTES))
+    blocks = batch * _ceil_div(group, block_channels)
+    parts = min(_MOST_PARTS, _ceil_div(_ENOUGH_TASKS, blocks))
+    parts = min(parts, _ceil_div(rows * block_bytes, _PART_BYTES))
     part_rows = _ceil_div(_ceil_div(rows, parts), chunk_rows) * chunk_rows
     parts = _ceil_div(rows, part_rows)
-    blocks = batch * _ceil_div(group, block_channels)
     return Columns(
         tasks=blocks * parts,
         resident_tasks=blocks,
@@ -180,18 +248,35 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
 
 
 @lru_cache(maxsize=1024)
-def plan(geometry: Geometry, itemsize: int, operands: int) -> Segments | Columns:
+def plan(
+    geometry: Geometry, itemsize: int, operands: int, centered: bool = True
+) -> Segments | Columns | Rows:
     """Plan for a geometry of at least one element.
 
-    ``operands`` is the number of arrays of that size that a channel's two
-    sweeps read: 1 in a forward pass, 2 in a backward pass.
+    ``operands`` is the number of arrays of that size that two sweeps read: 1 in a
+    forward pass, 2 in a backward pass, 0 if there is but one sweep. Statistics about zero
+    (not ``centered``) are those of rows; those of single channels never are.
     """
-    _, outer, _, inner = geometry
-    if inner < _SHORT_RUN or (inner < _MIDDLING_RUN and outer >= _MANY_ROWS):
-        return _columns(geometry, itemsize, operands)
+    _, outer, _, inner, members, _ = geometry
+    if outer == 1:
+        if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
+            return _rows(geometry, itemsize, operands)
+        return _segments(geometry, itemsize, operands)
+    short = inner < _SHORT_COLUMN
+    if members == 1:
+        short = inner < _SHORT_RUN or (inner < _MIDDLING_RUN and outer >= _MANY_ROWS)
+    if short:
+        return _columns(geometry.merged(), itemsize, operands)
     return _segments(geometry, itemsize, operands)
 
 
+@lru_cache(maxsize=1024)
+def statistics_plan(geometry: Geometry, itemsize: int) -> Segments | Columns:
+    """Plan for mean and variance of the merged geometry, by kernels of the same family."""
+    cut = plan(geometry, itemsize, 1)
+    return cut if isinstance(cut, Columns) else _segments(geometry.merged(), itemsize, 1)
+
+
 def stays_near(cut: Segments | Columns, threads: int) -> bool:
-    """Whether to do whole channels as tasks: they fit the cache and keep the threads busy."""
+    """Whether to do whole statistics as tasks: they fit the cache and keep the threads busy."""
     return cut.resident and (threads == 1 or cut.resident_tasks >= 4 * threads or cut.parts == 1)

@@ -35,7 +35,7 @@ from .elements import (
     strict_function,
 )
 from .pieces import columns_piece, segments_chunk, segments_chunks, segments_unit
-from .plan import Columns, Segments, plan
+from .plan import Columns, Segments, statistics_plan
 from .threads import run
 
 __all__ = ["moments", "update_running"]
@@ -44,14 +44,15 @@ __all__ = ["moments", "update_running"]
 NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
 
 
-def parameter(array, dtype):
-    """A parameter of any floating dtype and strides, or None, as the kernels take it."""
+def parameter(array, dtype, offset=0.0):
+    """A parameter of any floating dtype and strides plus an offset, or None, for kernels."""
     if array is None:
         return NONE[dtype]
-    if array.dtype == dtype and array.flags.c_contiguous:
+    if offset == 0.0 and array.dtype == dtype and array.flags.c_contiguous:
         return array
     with np.errstate(all="ignore"):
-        return np.ascontiguousarray(array, dtype)
+        values = np.ascontiguousarray(array, dtype)
+        return values + dtype.type(offset) if offset else values
 
 
 @strict_function
@@ -113,7 +114,7 @@ def _run_squares(x, start, length, center):
 
 
 @device_function
-def _segments_chunk(x, start, stride, rows, length):
+def segments_chunk_moments(x, start, stride, rows, length):
     """Mean and m2 of a chunk: `rows` runs of `length` elements, `stride` apart."""
     count = np.float64(rows * length)
     pivot = _pivot(x, start)
@@ -138,7 +139,7 @@ def segments_part(x, base, stride, outer, inner, chunk_rows, chunk_length, part_
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         start = base + row * stride + offset
-        chunk_mean, chunk_m2 = _segments_chunk(x, start, stride, rows, length)
+        chunk_mean, chunk_m2 = segments_chunk_moments(x, start, stride, rows, length)
         size = np.float64(rows * length)
         mean, m2 = merge_moments(count, mean, m2, size, chunk_mean, chunk_m2)
         count += size
@@ -155,7 +156,7 @@ def _moments_segments(
     task = next_task(counter)
     while task < tasks:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, _, part, base = segments_unit(unit, outer, group, inner, parts)
+            statistic, part, base = segments_unit(unit, outer, group, inner, parts)
             moments = segments_part(
                 x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks, part
             )
@@ -286,7 +287,7 @@ def _moments_columns(
     mean, m2 = np.empty(most), np.empty(most)
     task = next_task(counter)
     while task < tasks:
-        statistic, _, channels, part, start, height, tail = columns_piece(
+        statistic, channels, part, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
         columns_moments(
@@ -322,6 +323,19 @@ def merge_parts(partials, statistic):
     return count, mean, m2
 
 
+@strict_function
+def save(statistics, statistic, count, center, m2, eps):
+    """Write a statistic's mean, inv_std, residual (what rounding took from the mean) and var."""
+    mean = statistics[0]
+    rounded = as_accumulator(mean, center)
+    low = center - np.float64(rounded) if math.isfinite(center) else 0.0
+    var = m2 / count
+    statistics[0, statistic] = rounded
+    statistics[1, statistic] = as_accumulator(mean, 1.0 / math.sqrt(var + eps))
+    statistics[2, statistic] = as_accumulator(mean, low)
+    statistics[3, statistic] = as_accumulator(mean, var)
+
+
 @kernel
 def _finish_moments(partials, mean, m2):
     for statistic in range(partials.shape[0]):
@@ -334,15 +348,16 @@ _MOMENTS = {Segments: _moments_segments, Columns: _moments_columns}
 
 
 def partial_moments(x, geometry: Geometry):
-    """(count, mean, m2) in float64 of every part of every channel: (statistics, parts, 3)."""
-    cut = plan(geometry, x.itemsize, 1)
+    """(count, mean, m2) in float64 of every part of every statistic: (statistics, parts, 3)."""
+    merged = geometry.merged()
+    cut = statistics_plan(geometry, x.itemsize)
     partials = np.empty((geometry.statistics, cut.parts, 3))
-    run(_MOMENTS[type(cut)], cut.tasks, x.nbytes, flat(x), partials, *geometry, *cut.arguments)
+    run(_MOMENTS[type(cut)], cut.tasks, x.nbytes, flat(x), partials, *merged[:4], *cut.arguments)
     return partials
 
 
 def moments(x, geometry: Geometry):
-    """Mean and centred sum of squares (m2) of every channel, in the accumulator type."""
+    """Mean and centred sum of squares (m2) of every statistic, in the accumulator type."""
     mean, m2 = np.empty((2, geometry.statistics), statistics_dtype(x.dtype))
     _finish_moments(partial_moments(x, geometry), mean, m2)
     return mean, m2
@@ -355,10 +370,12 @@ _blend = device_function(running.blend)
 
 @device_function
 def _blend_all(values, batch, scale, factor):
+    samples = batch.size // values.size
     for i in range(values.size):
-        new = _blend(
-            np.float64(load_scratch(values, i)), np.float64(load(batch, i)) * scale, factor
-        )
+        total = 0.0
+        for sample in range(samples):
+            total += np.float64(load(batch, sample * values.size + i))
+        new = _blend(np.float64(load_scratch(values, i)), total / samples * scale, factor)
         store(values, i, as_accumulator(values, new))
 
 
@@ -372,12 +389,13 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     """Take mean and var * scale into running statistics, in place.
 
     The running statistics may have any strides, or be None and are left out then;
-    mean and var are contiguous, in an accumulator type.
+    mean and var are contiguous, in an accumulator type. Of several rows of them, one for
+    each sample, the average is taken in.
     """
     none = NONE[mean.dtype]
     mean_values = none if running_mean is None else dense(running_mean)
     var_values = none if running_var is None else dense(running_var)
-    _update_running(flat(mean_values), flat(var_values), mean, var, scale, factor)
+    _update_running(flat(mean_values), flat(var_values), flat(mean), flat(var), scale, factor)
     if running_mean is not None and mean_values is not running_mean:
         running_mean[...] = mean_values
     if running_var is not None and var_values is not running_var:

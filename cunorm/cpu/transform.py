@@ -1,13 +1,11 @@
 """y = (x - mean) * inv_std * weight + bias.
 
 `transform` applies given statistics, `infer` running ones. `normalize` takes them from
-the data first: a channel that fits the cache is read from memory once, the others
-once for the statistics and once more, from their end, for the transform.
+the data first: what shares a statistic is read from memory once if it fits the cache, else
+once for the statistics and once more, from its end, for the transform.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 
@@ -35,7 +33,8 @@ from .pieces import (
     segments_unit,
     spread,
 )
-from .plan import Columns, Segments, plan, stays_near
+from .plan import Columns, Rows, Segments, plan, statistics_plan, stays_near
+from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
     NONE,
     channel_of_columns,
@@ -46,6 +45,7 @@ from .statistics import (
     parameter,
     partial_moments,
     residual_times,
+    save,
     segments_part,
     update_running,
 )
@@ -59,15 +59,15 @@ STREAMING_BYTES = 16 << 20
 
 
 @strict_function
-def _coefficients(x, statistic, g, residual, inv_std, weight, bias):
-    """(scale, shift) of y = (x - mean) * scale + shift for a channel of group g.
+def _coefficients(x, statistic, parameter, residual, inv_std, weight, bias):
+    """(scale, shift) of y = (x - mean) * scale + shift for a channel.
 
     The shift makes up for the residual: what rounding took from the mean.
     """
     scale = np.float64(load_scratch(inv_std, statistic))
     if weight.size:
-        scale *= np.float64(load(weight, g))
-    shift = np.float64(load(bias, g)) if bias.size else 0.0
+        scale *= np.float64(load(weight, parameter))
+    shift = np.float64(load(bias, parameter)) if bias.size else 0.0
     shift -= residual_times(residual, statistic, scale)
     return as_accumulator(x, scale), as_accumulator(x, shift)
 
@@ -82,6 +82,18 @@ def _run_transform(put, x, y, start, end, mean, scale, shift):
 
 
 @device_function
+def _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, streaming):
+    """Transform `rows` runs of `length` elements, `stride` apart."""
+    for r in range(rows):
+        begin = start + r * stride
+        end = begin + length
+        first, last = streaming_range(y, begin, end, streaming)
+        _run_transform(store, x, y, begin, first, mean, scale, shift)
+        _run_transform(store_streaming, x, y, first, last, mean, scale, shift)
+        _run_transform(store, x, y, last, end, mean, scale, shift)
+
+
+@device_function
 def segments_transform(
     x, y, base, stride, outer, inner, chunk_rows, chunk_length, first_chunk, last_chunk,
     mean, scale, shift, streaming,
@@ -89,18 +101,15 @@ def segments_transform(
     """Transform the chunks [first_chunk, last_chunk) of the channel that begins at `base`."""
     for chunk in range(first_chunk, last_chunk):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
-        for r in range(row, row + rows):
-            start = base + r * stride + offset
-            first, last = streaming_range(y, start, start + length, streaming)
-            _run_transform(store, x, y, start, first, mean, scale, shift)
-            _run_transform(store_streaming, x, y, first, last, mean, scale, shift)
-            _run_transform(store, x, y, last, start + length, mean, scale, shift)
+        start = base + row * stride + offset
+        _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, streaming)
 
 
 @kernel
 def _transform_segments(
     counter, tasks, x, y, mean, residual, inv_std, weight, bias, streaming,
-    batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
+    batch, outer, group, inner, members, parameters,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
@@ -108,8 +117,11 @@ def _transform_segments(
     task = tasks - 1 - next_task(counter)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, g, part, base = segments_unit(unit, outer, group, inner, parts)
-            scale, shift = _coefficients(x, statistic, g, residual, inv_std, weight, bias)
+            channel, part, base = segments_unit(unit, outer, group, inner, parts)
+            statistic = channel // members
+            scale, shift = _coefficients(
+                x, statistic, channel % parameters, residual, inv_std, weight, bias
+            )
             segments_transform(
                 x, y, base, group * inner, outer, inner, chunk_rows, chunk_length,
                 part * part_chunks, min(chunks, (part + 1) * part_chunks),
@@ -120,31 +132,38 @@ def _transform_segments(
 
 @kernel
 def _normalize_segments(
-    counter, tasks, x, y, weight, bias, eps, statistics, streaming,
+    counter, tasks, x, y, weight, bias, eps, statistics, streaming, members, parameters,
     batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` whole channels; `statistics` gets what `_save` writes."""
+    """A task is `task_units` whole statistics; `statistics` gets what `save` writes.
+
+    Group, inner and chunks are those of the merged geometry.
+    """
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     units = batch * group
-    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    stride = group * inner
+    length = inner // members
     task = next_task(counter)
     while task < tasks:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, g, _, base = segments_unit(unit, outer, group, inner, 1)
+        for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
+            _, _, base = segments_unit(statistic, outer, group, inner, 1)
             count, center, m2 = 0.0, 0.0, 0.0
             for part in range(parts):
                 size, part_mean, part_m2 = segments_part(
-                    x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks,
-                    part,
-                )  # fmt: skip
+                    x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part
+                )
                 center, m2 = merge_moments(count, center, m2, size, part_mean, part_m2)
                 count += size
-            _save(statistics, statistic, count, center, m2, eps)
-            scale, shift = _coefficients(x, statistic, g, residual, inv_std, weight, bias)
-            segments_transform(
-                x, y, base, group * inner, outer, inner, chunk_rows, chunk_length, 0, chunks,
-                load_scratch(mean, statistic), scale, shift, streaming,
-            )  # fmt: skip
+            save(statistics, statistic, count, center, m2, eps)
+            first = statistic * members % parameters
+            for member in range(members):
+                scale, shift = _coefficients(
+                    x, statistic, first + member, residual, inv_std, weight, bias
+                )
+                _runs_transform(
+                    x, y, base + member * length, stride, outer, length,
+                    load_scratch(mean, statistic), scale, shift, streaming,
+                )  # fmt: skip
         task = next_task(counter)
 
 
@@ -191,21 +210,24 @@ def columns_transform(x, y, start, stride, rows, width, tail_width, mean, scale,
 
 @device_function
 def _spread(
-    x, statistic, g, channels, fold, inner, mean, residual, inv_std, weight, bias,
-    block_mean, block_scale, block_shift,
+    x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std, weight,
+    bias, block_mean, block_scale, block_shift,
 ):  # fmt: skip
-    """Every position's numbers from those of the channels from `g` on."""
+    """Every position's numbers from those of the channels whose statistics begin at one."""
+    length = inner // members
+    first = statistic * members % parameters
     for channel in range(channels):
         s = statistic + channel
-        scale, shift = _coefficients(x, s, g + channel, residual, inv_std, weight, bias)
         spread(load_scratch(mean, s), channel, channels, fold, inner, block_mean)
-        spread(scale, channel, channels, fold, inner, block_scale)
-        spread(shift, channel, channels, fold, inner, block_shift)
+        for member in range(channel * members, (channel + 1) * members):
+            scale, shift = _coefficients(x, s, first + member, residual, inv_std, weight, bias)
+            spread(scale, member, channels * members, fold, length, block_scale)
+            spread(shift, member, channels * members, fold, length, block_shift)
 
 
 @kernel
 def _transform_columns(
-    counter, tasks, x, y, mean, residual, inv_std, weight, bias, streaming,
+    counter, tasks, x, y, mean, residual, inv_std, weight, bias, streaming, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -214,12 +236,12 @@ def _transform_columns(
     block_mean, block_scale, block_shift = scratch(x, most), scratch(x, most), scratch(x, most)
     task = tasks - 1 - next_task(counter)
     while task >= 0:
-        statistic, g, channels, _, start, height, tail = columns_piece(
+        statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
         _spread(
-            x, statistic, g, channels, fold, inner, mean, residual, inv_std, weight, bias,
-            block_mean, block_scale, block_shift,
+            x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std,
+            weight, bias, block_mean, block_scale, block_shift,
         )  # fmt: skip
         columns_transform(
             x, y, start, fold * group * inner, height, fold * channels * inner,
@@ -230,11 +252,11 @@ def _transform_columns(
 
 @kernel
 def _normalize_columns(
-    counter, tasks, x, y, weight, bias, eps, statistics, streaming,
+    counter, tasks, x, y, weight, bias, eps, statistics, streaming, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
-    """A task is one block of whole channels; `statistics` gets what `_save` writes."""
+    """A task is one block of whole channels; `statistics` gets what `save` writes."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
     center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
@@ -244,7 +266,7 @@ def _normalize_columns(
     stride = fold * group * inner
     task = next_task(counter)
     while task < tasks:
-        statistic, g, channels, _, start, _, _ = columns_piece(
+        statistic, channels, _, start, _, _ = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
         )
         width = fold * channels * inner
@@ -267,13 +289,13 @@ def _normalize_columns(
                 moments[channel, 0] += size
                 moments[channel, 1], moments[channel, 2] = merged
         for channel in range(channels):
-            _save(
+            save(
                 statistics, statistic + channel,
                 moments[channel, 0], moments[channel, 1], moments[channel, 2], eps,
             )  # fmt: skip
         _spread(
-            x, statistic, g, channels, fold, inner, mean, residual, inv_std, weight, bias,
-            block_mean, block_scale, block_shift,
+            x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std,
+            weight, bias, block_mean, block_scale, block_shift,
         )  # fmt: skip
         columns_transform(
             x, y, start, stride, rows, width, tail_rows * channels * inner,
@@ -282,49 +304,50 @@ def _normalize_columns(
         task = next_task(counter)
 
 
-# --- statistics that a forward pass saves -------------------------------------
-
-
-@strict_function
-def _save(statistics, statistic, count, center, m2, eps):
-    """Write a channel's mean, inv_std, residual (what rounding took from the mean) and var."""
-    mean = statistics[0]
-    rounded = as_accumulator(mean, center)
-    low = center - np.float64(rounded) if math.isfinite(center) else 0.0
-    var = m2 / count
-    statistics[0, statistic] = rounded
-    statistics[1, statistic] = as_accumulator(mean, 1.0 / math.sqrt(var + eps))
-    statistics[2, statistic] = as_accumulator(mean, low)
-    statistics[3, statistic] = as_accumulator(mean, var)
-
-
 @kernel
 def _finish_normalization(partials, eps, statistics):
     for statistic in range(partials.shape[0]):
         count, center, m2 = merge_parts(partials, statistic)
-        _save(statistics, statistic, count, center, m2, eps)
+        save(statistics, statistic, count, center, m2, eps)
 
 
 # --- the verbs ----------------------------------------------------------------
 
-_TRANSFORM = {Segments: _transform_segments, Columns: _transform_columns}
 _NORMALIZE = {Segments: _normalize_segments, Columns: _normalize_columns}
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
     """`out` = (x - (mean + residual)) * inv_std * weight + bias.
 
-    mean, residual, weight and bias may be None.
+    Each of mean, residual, inv_std, weight and bias may be None.
     """
-    cut = plan(geometry, x.itemsize, 1)
-    dtype = inv_std.dtype
-    run(
-        _TRANSFORM[type(cut)], cut.tasks, 2 * x.nbytes, flat(x), flat(out),
-        np.zeros_like(inv_std) if mean is None else mean,
-        NONE[dtype] if residual is None else residual, inv_std,
-        parameter(weight, dtype), parameter(bias, dtype),
-        x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
+    cut = plan(geometry, x.itemsize, 0)
+    dtype = statistics_dtype(x.dtype)
+    streaming = x.nbytes >= STREAMING_BYTES
+    arrays = (
+        flat(x), flat(out),
+        np.zeros(geometry.statistics, dtype) if mean is None else mean,
+        NONE[dtype] if residual is None else residual,
+        np.ones(geometry.statistics, dtype) if inv_std is None else inv_std,
     )  # fmt: skip
+    if isinstance(cut, Rows):
+        run(
+            transform_rows, cut.tasks, 2 * x.nbytes, *arrays,
+            row_parameter(weight, dtype, geometry, 1.0), row_parameter(bias, dtype, geometry, 0.0),
+            streaming, *row_extents(geometry), *cut.arguments,
+        )  # fmt: skip
+    elif isinstance(cut, Segments):
+        run(
+            _transform_segments, cut.tasks, 2 * x.nbytes, *arrays,
+            parameter(weight, dtype), parameter(bias, dtype), streaming,
+            *geometry, *cut.arguments,
+        )  # fmt: skip
+    else:
+        run(
+            _transform_columns, cut.tasks, 2 * x.nbytes, *arrays,
+            parameter(weight, dtype), parameter(bias, dtype), streaming,
+            *geometry[4:], *geometry.merged()[:4], *cut.arguments,
+        )  # fmt: skip
 
 
 def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
@@ -348,29 +371,50 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
 
 
 def normalize(
-    x, weight, bias, running_mean, running_var, eps, scale, factor, geometry: Geometry, out
-):
+    x, weight, bias, running_mean, running_var, eps, scale, factor, geometry: Geometry, out,
+    centered=True, weight_offset=0.0,
+):  # fmt: skip
     """Statistics of x, then its transform with them into `out`.
 
-    The running statistics take in mean and var * scale. Returns mean, inv_std and residual
-    (what rounding took from the mean) as the first rows of one array, in the accumulator
-    type.
+    The running statistics take in mean and var * scale. Not `centered`, statistics are taken
+    about zero: the mean is 0, and the variance the mean square. Weights count `weight_offset`
+    more. Returns mean, inv_std, residual (what rounding took from the mean) and variance as
+    the rows of one array, in the accumulator type.
     """
-    cut = plan(geometry, x.itemsize, 1)
-    statistics = np.empty((4, geometry.statistics), statistics_dtype(x.dtype))
-    if stays_near(cut, get_num_threads()):
+    dtype = statistics_dtype(x.dtype)
+    statistics = np.empty((4, geometry.statistics), dtype)
+    mean, inv_std, residual, var = statistics
+    streaming = x.nbytes >= STREAMING_BYTES
+    cut = plan(geometry, x.itemsize, 1, centered)
+    merged = statistics_plan(geometry, x.itemsize)
+    if weight is not None:
+        weight = parameter(weight, dtype, weight_offset)
+    if isinstance(cut, Rows) and cut.resident:
         run(
-            _NORMALIZE[type(cut)], cut.resident_tasks, 2 * x.nbytes, flat(x), flat(out),
-            parameter(weight, statistics.dtype), parameter(bias, statistics.dtype), eps,
-            statistics, x.nbytes >= STREAMING_BYTES, *geometry, *cut.arguments,
+            normalize_rows, cut.resident_tasks, 2 * x.nbytes, flat(x), flat(out),
+            row_parameter(weight, dtype, geometry, 1.0), row_parameter(bias, dtype, geometry, 0.0),
+            eps, statistics, centered, streaming, *row_extents(geometry), *cut.arguments,
+        )  # fmt: skip
+    elif not isinstance(cut, Rows) and stays_near(merged, get_num_threads()):
+        run(
+            _NORMALIZE[type(merged)], merged.resident_tasks, 2 * x.nbytes, flat(x), flat(out),
+            parameter(weight, dtype), parameter(bias, dtype), eps,
+            statistics, streaming, *geometry[4:], *geometry.merged()[:4], *merged.arguments,
         )  # fmt: skip
     else:
-        _finish_normalization(partial_moments(x, geometry), eps, statistics)
-        mean, inv_std, residual, _ = statistics
+        if centered:
+            partials = partial_moments(x, geometry)
+        else:
+            assert isinstance(cut, Rows)
+            partials = np.empty((geometry.statistics, cut.pieces, 3))
+            run(
+                squares_rows, cut.tasks, x.nbytes, flat(x), partials,
+                *row_extents(geometry), *cut.arguments,
+            )  # fmt: skip
+        _finish_normalization(partials, eps, statistics)
         transform(x, mean, residual, inv_std, weight, bias, geometry, out)
     if running_mean is not None or running_var is not None:
-        mean = statistics[0]
         if running_mean is not None and running_mean.dtype == np.float64:
-            mean = mean + statistics[2].astype(np.float64)
-        update_running(running_mean, running_var, mean, statistics[3], scale, factor)
+            mean = mean + residual.astype(np.float64)
+        update_running(running_mean, running_var, mean, var, scale, factor)
     return statistics

@@ -2,66 +2,71 @@
 
 `reduce` sums dy and dy * (x - mean) over every channel, `input_gradient` takes it from
 there; between the two a synchronized norm adds up its ranks. `backward` does both: in one
-sweep where the plan is resident, else in two.
+sweep where the plan is resident, or where the statistics are given, else in two.
 """
 
 from __future__ import annotations
 
 import struct
 
+from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import launch, source
-from .statistics import address, dense, launch_channels, launch_cut, parameter
-from .transform import transform
+from .statistics import address, aligned, dense, launch_channels, launch_cut, parameter
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
 PARTIAL_SUMS = 2  # float64 numbers of a part
 
-# BackwardArguments in backward.cu, up to the geometry.
-_ARGUMENTS = struct.Struct("=6QQq5QQqQqdq")
+# BackwardArguments in gradients.cuh, up to the geometry.
+_ARGUMENTS = struct.Struct("=6QQq6QQqQq2d2q")
+_ADD_UP = struct.Struct("=QQqQq2q")
 
 
 def _arguments(
     dy, x, mean, *, dx=0, residual=None, inv_std=None, weight=None, partials=0,
-    given=(0, 0), sums=(0, 0), dweight=None, dbias=None, count=0, training=True,
+    given=(0, 0), sums=(0, 0), gradients=0, dweight=None, dbias=None, count=0,
+    weight_offset=0.0, centered=True, samples=0,
 ) -> bytes:  # fmt: skip
-    """`given` and `sums`: addresses of sum_dy and sum_dy_xmu to read and to write."""
+    """`given` and `sums`: addresses of sums of dy and dy * (x - mean) to read and to write."""
     return _ARGUMENTS.pack(
         source.pointer(dy), source.pointer(x), dx,
         address(mean), address(residual), address(inv_std), *parameter(weight),
-        partials, *given, *sums, *parameter(dweight), *parameter(dbias), count, training,
+        partials, *given, *sums, gradients, *parameter(dweight), *parameter(dbias),
+        count, weight_offset, centered, samples,
     )  # fmt: skip
 
 
-def _finish(plan: launch.LaunchPlan, geometry: Geometry, arguments: bytes) -> None:
-    launch_channels(
-        "backward.cu", "finish_sums", plan, plan.threads // 32, geometry.statistics,
-        arguments + plan.packed,
+def _finish(name: str, plan: launch.LaunchPlan, number: int, arguments: bytes) -> None:
+    """Launch a kernel that has a warp for each of a number of results."""
+    launch_channels("backward.cu", name, plan, plan.threads // 32, number, arguments + plan.packed)
+
+
+def _add_up(plan: launch.LaunchPlan, gradients, dweight, dbias) -> None:
+    """The parameters' gradients from those of samples, or blocks of them."""
+    blocks, _, parameters = gradients.shape
+    arguments = _ADD_UP.pack(
+        source.pointer(gradients), *parameter(dweight), *parameter(dbias), blocks, parameters
+    )
+    source.launch(
+        "backward.cu", "add_up", plan.options, -(-parameters // 32), plan.threads,
+        plan.threads * PARTIAL_SUMS * 8, arguments,
     )  # fmt: skip
-
-
-def _workspace(plan: launch.LaunchPlan, geometry: Geometry):
-    """Memory for partial sums and, behind them, for both sums; with the addresses of all three."""
-    number = geometry.statistics
-    space = source.array_module().empty((PARTIAL_SUMS * plan.parts + 2, number), "float64")
-    place = source.pointer(space)
-    sums = place + PARTIAL_SUMS * plan.parts * number * 8
-    return space, place, (sums, sums + number * 8)
 
 
 def reduce(dy, x, mean, residual, geometry: Geometry):
     """Sums of dy and dy * (x - (mean + residual)) over every channel, in the accumulator type."""
     lie = launch.alignment(source.pointer(dy), source.pointer(x))
     plan = launch.sweep(geometry, x.dtype, 2, lie, source.device())
-    _space, partials, _ = _workspace(plan, geometry)
-    sum_dy, sum_dy_xmu = source.array_module().empty((2, geometry.statistics), mean.dtype)
+    xp, number = source.array_module(), geometry.statistics
+    partials = xp.empty((number, plan.parts, PARTIAL_SUMS), "float64")
+    sum_dy, sum_dy_xmu = xp.empty((2, number), mean.dtype)
     arguments = _arguments(
-        dy, x, mean, residual=residual, partials=partials,
+        dy, x, mean, residual=residual, partials=source.pointer(partials),
         sums=(source.pointer(sum_dy), source.pointer(sum_dy_xmu)),
     )  # fmt: skip
     launch_cut("backward.cu", "reduce", plan, arguments)
-    _finish(plan, geometry, arguments)
+    _finish("finish_sums", plan, number, arguments)
     return sum_dy, sum_dy_xmu
 
 
@@ -81,32 +86,75 @@ def input_gradient(
 
 
 def backward(
-    dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out, dweight, dbias
-):
+    dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out, dweight, dbias,
+    weight_offset=0.0,
+):  # fmt: skip
     """Gradients with respect to x into `out`, to weight into `dweight`, to bias into `dbias`.
 
-    Each of them may be None. In training mean and inv_std are those of x; otherwise they
-    are given numbers.
+    Each of them may be None. In training mean and inv_std are those of x, or, if mean is None,
+    those about zero; otherwise they are given numbers, and None means 0 and 1. Weights count
+    `weight_offset` more.
     """
-    weight = dense(weight)
     target = address(out)
     # A missing output counts as 16-byte aligned, as fresh ones are.
     lie = launch.alignment(source.pointer(dy), source.pointer(x), target)
-    plan = launch.plan(geometry, x.dtype, 2, lie, source.device())
-    _space, partials, sums = (None, 0, (0, 0)) if plan.resident else _workspace(plan, geometry)
-    arguments = _arguments(
-        dy, x, mean, dx=target, residual=residual, inv_std=inv_std, weight=weight,
-        partials=partials, given=sums, sums=sums, dweight=dweight, dbias=dbias,
-        count=geometry.count, training=training,
-    )  # fmt: skip
-    if plan.resident:
-        launch_cut("backward.cu", "backward", plan, arguments)
-        return
-    launch_cut("backward.cu", "reduce", plan, arguments)
-    _finish(plan, geometry, arguments)
-    if out is None:
-        return
-    if training:
-        launch_cut("backward.cu", "input_gradient", plan, arguments)
+    find = launch.plan if training else launch.sweep
+    plan = find(geometry, x.dtype, 2, lie, source.device())
+    options = {
+        "residual": residual, "inv_std": inv_std, "weight": aligned(weight, plan),
+        "count": geometry.count, "weight_offset": weight_offset,
+        "centered": mean is not None, "samples": plan.samples,
+    }  # fmt: skip
+    gradients = None
+    wanted = dweight is not None or dbias is not None
+    if wanted and (plan.rows or geometry.parameters < geometry.batch * geometry.group):
+        blocks = plan.sample_blocks if plan.rows else geometry.batch
+        dtype = statistics_dtype(x.dtype)
+        gradients = source.array_module().empty((blocks, 2, geometry.parameters), dtype)
+        options["gradients"] = source.pointer(gradients)
     else:
-        transform(dy, None, None, inv_std, weight, None, geometry, out)
+        options["dweight"], options["dbias"] = dweight, dbias
+    if training and plan.resident:
+        kernel = ("rows.cu", "backward_rows") if plan.rows else ("backward.cu", "backward")
+        launch_cut(*kernel, plan, _arguments(dy, x, mean, dx=target, **options))
+    else:
+        _stream(dy, x, mean, target, training, geometry, plan, options)
+    if gradients is not None:
+        _add_up(plan, gradients, dweight, dbias)
+
+
+def _stream(
+    dy, x, mean, target: int, training, geometry: Geometry, plan: launch.LaunchPlan, options
+) -> None:
+    """Sums and, if there is a target, dx: for given statistics in the same sweep."""
+    dtype = statistics_dtype(x.dtype)
+    channels = geometry.statistics if plan.rows else geometry.batch * geometry.group
+    number, each = geometry.statistics, dtype.itemsize
+    partial_bytes = PARTIAL_SUMS * plan.parts * channels * 8
+    space = source.array_module().empty(partial_bytes + 2 * (channels + number) * each, "uint8")
+    partials = source.pointer(space)
+    place = partials + partial_bytes
+    sums = place, place + channels * each  # of every channel, or row
+    sweep = _arguments(
+        dy, x, mean, dx=0 if training else target, partials=partials, sums=sums, **options
+    )
+    launch_cut(*(("rows.cu", "backward_rows") if plan.rows else ("backward.cu", "reduce")),
+               plan, sweep)  # fmt: skip
+    if plan.rows:
+        options = {**options, "gradients": 0}  # which that sweep has written
+        sweep = _arguments(dy, x, mean, partials=partials, sums=sums, **options)
+    _finish("finish_sums", plan, channels, sweep)
+    if not training or not target:
+        return
+    if channels > number:
+        given = sums
+        place += 2 * channels * each
+        sums = place, place + number * each
+        share = _arguments(dy, x, mean, given=given, sums=sums, **options)
+        _finish("share_sums", plan, number, share)
+    if plan.rows:  # a block a part of a row, not of all rows in turn
+        plan = plan._replace(blocks=channels * plan.parts)
+    launch_cut(
+        "backward.cu", "input_gradient", plan,
+        _arguments(dy, x, mean, dx=target, given=sums, **options),
+    )  # fmt: skip

@@ -1,12 +1,13 @@
 """How the CUDA kernels share an array out: pure functions of its geometry and the device.
 
-Every kernel works in *groups* of threads: a warp or a block that takes the elements, or
-one part of them, of the statistics it has. In *runs* (``inner`` > 1) a group has one
-statistic; in *columns* (``inner`` == 1) it has 64 to 128 bytes of neighbouring ones.
+Every kernel works in *groups* of threads: a block, a warp or a part of one that takes the
+elements, or one part of them, of the channels it has. In *runs* (``inner`` > 1) a group has
+one channel; in *columns* (``inner`` == 1) it has 64 to 128 bytes of neighbouring ones. *Rows*
+are runs in which parameters change: neighbouring channels that share a statistic.
 
 A plan is *resident* if a group, or the blocks of a cluster together, hold all elements
 of their statistics at once, so that memory is read once; otherwise it *streams*: parts
-of a statistic go to blocks of their own, once for the statistics, once more, in reverse,
+of a channel go to blocks of their own, once for the statistics, once more, in reverse,
 for the transform. The candidates are tried in the order of `CANDIDATES`; one that does
 not fit says why.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -50,6 +52,16 @@ _SMALL_BYTES = 64 << 10
 _STREAM_THREADS = 256
 _BLOCKS_PER_MULTIPROCESSOR = 8
 _MOST_PARTS = 512
+
+# The gradients of a row's parameters are sums over samples: chains of 256 of them at most, as
+# in all sums.
+_MOST_SAMPLES = 256
+
+# Streamed rows: tiles of a part. What a row becomes must not depend on how many there are.
+_ROW_PART_TILES = 4
+
+# Rows whose parameters change more seldom are channels of their own where they are streamed.
+_LONG_SPAN = 32
 
 # Kernels narrower than this are not worth unaligned runs of full width: a run shorter
 # than 32 accesses has too many of them at its ends.
@@ -96,8 +108,11 @@ class LaunchPlan(NamedTuple):
     blocks: int
     threads: int
     shared: int  # bytes of dynamic shared memory of a block
-    parts: int  # of a statistic
+    parts: int  # of a channel, or of a row
     packed: bytes  # Geometry and Cut, as the kernels take them
+    rows: bool  # statistics are runs in which parameters change
+    samples: int  # that a block takes one after another; 0 unless for gradients of rows
+    sample_blocks: int  # that all samples are; 1 unless for gradients of rows
 
 
 class _Access(NamedTuple):
@@ -110,7 +125,8 @@ class _Access(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    geometry: Geometry
+    geometry: Geometry  # of channels; of rows, with a row as a channel
+    span: int  # elements of a row that share a parameter; 0 if these are no rows
     element: str
     itemsize: int
     operands: int  # arrays that are read
@@ -144,10 +160,15 @@ def alignment(*addresses: int) -> Alignment:
     return Alignment(together & -together, shifts.pop() if len(shifts) == 1 else -1)
 
 
-def _access(geometry: Geometry, itemsize: int, lie: Alignment) -> _Access:
+def _access(geometry: Geometry, itemsize: int, lie: Alignment, rows: bool) -> _Access:
+    """Rows have the same thread for the same element of each, wherever it lies.
+
+    So they have the same bits, and their parameters' gradients can be kept by threads.
+    """
     inner = geometry.inner
     # What divides the distance of any two rows or runs, and all addresses.
-    row_bytes = (geometry.group if inner == 1 else inner) * itemsize
+    channels = gcd(geometry.group, geometry.members) if geometry.members > 1 else geometry.group
+    row_bytes = (channels if inner == 1 else inner) * itemsize
     together = row_bytes | lie.bytes
     width_bytes = together & -together
     if (
@@ -155,6 +176,7 @@ def _access(geometry: Geometry, itemsize: int, lie: Alignment) -> _Access:
         and width_bytes < min(8, 16 // itemsize * itemsize)
         and inner * itemsize >= _LEAST_UNALIGNED_BYTES
         and lie.shift >= 0
+        and not rows
     ):
         width = 16 // itemsize
         return _Access(width, False, _ceil_div(inner + width - 1, width), lie.shift // itemsize)
@@ -162,37 +184,77 @@ def _access(geometry: Geometry, itemsize: int, lie: Alignment) -> _Access:
     return _Access(width, True, 0 if inner == 1 else inner // width, 0)
 
 
-def _canonical(geometry: Geometry) -> Geometry:
-    """The same array with as long runs as possible."""
-    batch, outer, group, inner = geometry
-    return Geometry(batch, 1, 1, outer * inner) if group == 1 else geometry
+def _canonical(geometry: Geometry) -> tuple[Geometry, int]:
+    """The same array with as long runs as possible, and the span of rows."""
+    batch, outer, group, inner, members, parameters = geometry
+    if outer == 1 and members > 1:
+        return geometry.merged(), inner
+    if group == 1:
+        return Geometry(batch, 1, 1, outer * inner, 1, parameters), 0
+    return geometry, 0
 
 
 def _tile(p: _Problem) -> int:
     tile = _TILES[p.access.width * p.itemsize]
     # More of 8 elements would take more than 128 registers, for two inputs or where each
-    # of the elements has statistics of its own.
-    many = p.access.width == 8 and (p.operands == 2 or p.geometry.inner == 1)
+    # of the elements has statistics or parameters of its own.
+    many = p.access.width == 8 and (p.operands == 2 or p.geometry.inner == 1 or p.span > 0)
     return tile // 2 if many else tile
+
+
+def _gradients(p: _Problem) -> bool:
+    """Whether blocks keep the gradients of a row's parameters."""
+    return p.span > 0 and p.operands == 2
+
+
+def _spans(p: _Problem) -> int:
+    """Where the parameters of a run change (SPANS in types.cuh)."""
+    if p.span == 0:
+        return 0
+    return 1 if p.span % p.access.width == 0 else 2
+
+
+def _unit(p: _Problem) -> int:
+    """Accesses that have all elements of their parameters, where gradients are kept of these."""
+    return lcm(p.span, p.access.width) // p.access.width if _gradients(p) else 1
 
 
 def _built(
     p: _Problem, name: str, *, resident: bool, threads: int, group: int, across: int,
-    share: int, parts: int, cluster: int,
+    share: int, parts: int, cluster: int, at_once: int,
 ) -> LaunchPlan:  # fmt: skip
-    """The plan whose groups of `group` threads take `share` accesses (columns: rows)."""
-    batch, _, number, inner = p.geometry
+    """The plan whose groups of `group` threads take `share` accesses (columns: rows).
+
+    Of its blocks, `at_once` fit a multiprocessor.
+    """
+    batch, _, number, inner, members, _ = p.geometry
     columns = inner == 1
     width, tile = p.access.width, _tile(p)
     positions = across * width if columns else 1
+    taken = positions // members * members if resident else positions
     tiles = _ceil_div(share, group // across * tile)
     header = 0
     if group == threads:
         header = positions * ((threads // 32 + 1) * _PARTIAL_BYTES + _COEFFICIENT_BYTES)
         header = _ceil_div(header, 16) * 16
-    kept = (tiles - 1) * tile * threads * width * p.itemsize * p.operands if resident else 0
-    groups = batch * _ceil_div(number, positions) if columns else batch * number
-    wide = max(p.geometry.size, 3 * p.geometry.statistics * parts) >= _WIDE_FROM
+    tile_elements = tile * threads * width
+    kept = (tiles - 1) * tile_elements * p.itemsize * p.operands if resident else 0
+    samples, sample_blocks = 0, 1
+    if _gradients(p):
+        kept += 2 * tiles * tile_elements * max(4, p.itemsize)
+        turn = threads // group  # samples that a block takes at a time
+        # As many blocks as run at the same time, and no more: each has much to do.
+        wanted = max(1, at_once * p.device.multiprocessors // (number * parts))
+        samples = _ceil_div(batch, min(wanted, _ceil_div(batch, turn)))
+        samples = min(_ceil_div(samples, turn), _MOST_SAMPLES) * turn
+        sample_blocks = _ceil_div(batch, samples)
+        blocks = sample_blocks * number * parts
+    elif columns:
+        blocks = batch * _ceil_div(number, taken) * parts
+    else:
+        blocks = _ceil_div(batch * number, threads // group) * parts
+    numbers = p.geometry.batch * number * parts, 2 * sample_blocks * number * inner
+    wide = max(p.geometry.size, 3 * numbers[0], numbers[1] if samples else 0) >= _WIDE_FROM
     options = {
         f"ELEMENT_{p.element.upper()}": 1,
         "WIDE": int(wide),
@@ -205,19 +267,25 @@ def _built(
         "ACROSS": across,
         "CLUSTER": cluster,
         "HEADER": header,
+        "MERGED": int(resident and members > 1),
+        "SPANS": _spans(p),
     }
     return LaunchPlan(
         name=name,
         resident=resident,
         options=tuple(f"-D{key}={value}" for key, value in options.items()),
-        blocks=_ceil_div(groups, threads // group) * parts,
+        blocks=blocks,
         threads=threads,
         shared=header + kept,
         parts=parts,
         packed=struct.pack(
-            "=9q", *p.geometry, p.access.windows, share, parts, tiles, p.access.shift
+            "=13q", *p.geometry, p.span,
+            p.access.windows, share, parts, tiles, p.access.shift, taken,
         ),
-    )
+        rows=p.span > 0,
+        samples=samples,
+        sample_blocks=sample_blocks,
+    )  # fmt: skip
 
 
 def _accesses(p: _Problem) -> int:
@@ -225,25 +293,43 @@ def _accesses(p: _Problem) -> int:
     return p.geometry.outer * (1 if p.geometry.inner == 1 else p.access.windows)
 
 
+def _no_residence(p: _Problem) -> str | None:
+    """Why no group of threads can hold whole statistics, if that is so."""
+    if p.geometry.members > 1 and p.geometry.inner > 1:
+        return "the runs of a statistic are of several channels each"
+    if p.geometry.members > 32 * p.access.width:
+        return f"{p.geometry.members} channels of a statistic; a row of a block has at most " + (
+            f"{32 * p.access.width}"
+        )
+    return None
+
+
 def _warp(p: _Problem) -> LaunchPlan | str:
-    """A warp holds a statistic in its registers; 4 share a block."""
+    """A warp, or 8 or 16 lanes of one, holds a channel in its registers."""
+    refusal = _no_residence(p)
+    if refusal is not None:
+        return refusal
     if p.geometry.inner == 1:
         return "statistics lie side by side: blocks take several at once"
     most = 32 * _tile(p)
     number = _accesses(p)
     if number > most:
         return f"{number} accesses a statistic; the registers of a warp hold {most}"
+    group = max(8, _power_of_two(_ceil_div(number, _tile(p))))
     return _built(
-        p, "warp", resident=True, threads=128, group=32, across=1, share=number, parts=1, cluster=1
-    )
+        p, "warp", resident=True, threads=128, group=group, across=1, share=number, parts=1,
+        cluster=1, at_once=4,
+    )  # fmt: skip
 
 
-def _across(p: _Problem, row_bytes: int) -> int:
+def _across(p: _Problem, row_bytes: int, resident: bool) -> int:
     """Threads along a row of a block; 1 for runs."""
     if p.geometry.inner > 1:
         return 1
     wanted = _ceil_div(row_bytes, p.access.width * p.itemsize)
     needed = _ceil_div(p.geometry.group, p.access.width)
+    if resident:  # whole statistics
+        wanted = max(wanted, _ceil_div(p.geometry.members, p.access.width))
     return min(32, _power_of_two(min(wanted, needed)))
 
 
@@ -254,22 +340,27 @@ def _resident(
 
     They are `alone` on a multiprocessor, or two share it.
     """
+    refusal = _no_residence(p)
+    if refusal is not None:
+        return refusal
     limit = p.device.shared_per_block
     if not alone:  # of two blocks one can load while the other stores
         limit = min(limit, p.device.shared_per_multiprocessor // 2 - _RESERVED_SHARED)
     most = _MOST_THREADS_ALONE if alone else _MOST_THREADS
-    across = _across(p, row_bytes)
-    share = _ceil_div(_accesses(p), cluster)
+    across = _across(p, row_bytes, True)
+    unit = _unit(p)
+    share = _ceil_div(_ceil_div(_accesses(p), cluster), unit) * unit
     threads = _power_of_two(_ceil_div(share * across, _tile(p)))
     threads = max(_LEAST_THREADS, min(most, threads))
     built = _built(
         p, name, resident=True, threads=threads, group=threads, across=across,
-        share=share, parts=cluster, cluster=cluster,
+        share=share, parts=cluster, cluster=cluster, at_once=1 if alone else 2,
     )  # fmt: skip
     if built.shared > limit:
         return f"needs {built.shared} bytes of shared memory a block; {limit} are to be had"
     bytes_each = share * across * p.access.width * p.itemsize * p.operands
-    if bytes_each > _SMALL_BYTES and 2 * built.blocks < p.device.multiprocessors:
+    few = 2 * built.blocks < p.device.multiprocessors and p.span == 0
+    if bytes_each > _SMALL_BYTES and few:
         return (
             f"{built.blocks} blocks would leave most of the {p.device.multiprocessors} "
             "multiprocessors idle"
@@ -312,22 +403,39 @@ def _whole_cluster(p: _Problem) -> LaunchPlan | str:
     return _of_clusters(p, "whole_cluster", alone=True)
 
 
+def _apart(p: _Problem) -> _Problem:
+    """Rows as what they are made of: channels that share statistics."""
+    batch, _, number, length, _, _ = p.geometry
+    members = length // p.span
+    channels = Geometry(batch, 1, number * members, p.span, members, number * members)
+    width = gcd(p.access.width, p.span)
+    return p._replace(geometry=channels, span=0, access=_Access(width, True, p.span // width, 0))
+
+
 def _stream(p: _Problem) -> LaunchPlan | str:
-    """Several blocks for a statistic, each of which takes a part of it."""
-    across = _across(p, _ROW_BYTES)
+    """Several blocks for a channel, each of which takes a part of it."""
+    if _gradients(p) and p.span >= _LONG_SPAN:
+        p = _apart(p)
+    across = _across(p, _ROW_BYTES, False)
     number = _accesses(p)
     threads = _power_of_two(_ceil_div(number * across, _tile(p)))
     threads = max(_LEAST_THREADS, min(_STREAM_THREADS, threads))
-    positions = across * p.access.width if p.geometry.inner == 1 else 1
-    groups = p.geometry.batch * _ceil_div(p.geometry.group, positions)
     a_tile = threads // across * _tile(p)
-    wanted = _ceil_div(_BLOCKS_PER_MULTIPROCESSOR * p.device.multiprocessors, groups)
-    parts = max(1, min(wanted, _MOST_PARTS, _ceil_div(number, a_tile)))
     # Whole tiles, except for the last part.
-    share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
+    if _gradients(p):  # one, of whose elements a block has room for gradients
+        share = a_tile // _unit(p) * _unit(p)
+    elif p.span:
+        parts = min(_MOST_PARTS, _ceil_div(number, _ROW_PART_TILES * a_tile))
+        share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
+    else:
+        positions = across * p.access.width if p.geometry.inner == 1 else 1
+        groups = p.geometry.batch * _ceil_div(p.geometry.group, positions)
+        wanted = _ceil_div(_BLOCKS_PER_MULTIPROCESSOR * p.device.multiprocessors, groups)
+        parts = max(1, min(wanted, _MOST_PARTS, _ceil_div(number, a_tile)))
+        share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     return _built(
         p, "stream", resident=False, threads=threads, group=threads, across=across,
-        share=min(share, number), parts=_ceil_div(number, share), cluster=1,
+        share=min(share, number), parts=_ceil_div(number, share), cluster=1, at_once=2,
     )  # fmt: skip
 
 
@@ -348,9 +456,9 @@ SWEEPS: tuple[_Candidate, ...] = (_warp, _stream)
 def _problem(
     geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device
 ) -> _Problem:
-    geometry = _canonical(geometry)
-    access = _access(geometry, dtype.itemsize, lie)
-    return _Problem(geometry, dtype.name, dtype.itemsize, operands, access, device)
+    geometry, span = _canonical(geometry)
+    access = _access(geometry, dtype.itemsize, lie, span > 0)
+    return _Problem(geometry, span, dtype.name, dtype.itemsize, operands, access, device)
 
 
 def candidates(
@@ -389,5 +497,8 @@ def plan(
 def sweep(
     geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device
 ) -> LaunchPlan:
-    """Plan for a kernel that reads everything once, of a geometry of at least one element."""
-    return _first(SWEEPS, _problem(geometry, dtype, operands, lie, device))
+    """Plan for a kernel that reads everything once, of a geometry of at least one element.
+
+    Statistics are known: no channel needs another.
+    """
+    return _first(SWEEPS, _problem(geometry.apart(), dtype, operands, lie, device))

@@ -16,9 +16,9 @@ __all__ = ["moments", "update_running"]
 
 PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
-_MOMENTS = struct.Struct("=2Q")
+_MOMENTS = struct.Struct("=2Qq")
 _FINISH = struct.Struct("=3Q2q")
-_UPDATE = struct.Struct("=QqQqQqQq2dq")
+_UPDATE = struct.Struct("=QqQqQqQq2d2q")
 
 _KINDS = {np.dtype(np.float32): 0, np.dtype(np.float64): 1, np.dtype(np.float16): 2}
 _BFLOAT16 = 3  # by elimination, so that ml_dtypes need not be imported
@@ -37,6 +37,14 @@ def dense(values):
     if values is None or is_plain(values):
         return values
     return values.copy()
+
+
+def aligned(values, plan: LaunchPlan):
+    """The same for a parameter; rows want theirs on a 16-byte boundary, as fresh ones are."""
+    values = dense(values)
+    if values is not None and plan.rows and source.pointer(values) % 16:
+        return values.copy()
+    return values
 
 
 def put_back(values, copy):
@@ -63,9 +71,9 @@ def launch_channels(file: str, name: str, plan: LaunchPlan, each: int, number: i
     source.launch(file, name, plan.options, blocks, plan.threads, 0, arguments)
 
 
-def partial_moments(x, partials: int, plan: LaunchPlan) -> None:
-    """(mean, m2, count) of every part of every statistic, at the address `partials`."""
-    arguments = _MOMENTS.pack(source.pointer(x), partials)
+def partial_moments(x, partials: int, plan: LaunchPlan, centered=True) -> None:
+    """(mean, m2, count) of every part of every channel, at the address `partials`."""
+    arguments = _MOMENTS.pack(source.pointer(x), partials, centered)
     launch_cut("statistics.cu", "moments", plan, arguments)
 
 
@@ -90,15 +98,17 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     """Take mean and var * scale into running statistics, in place.
 
     The running statistics may have any strides, or be None and are left out then;
-    mean and var are contiguous, in an accumulator type.
+    mean and var are contiguous, in an accumulator type. Of several rows of them, one for
+    each sample, the average is taken in.
     """
     dense_mean, dense_var = dense(running_mean), dense(running_var)
-    number = mean.shape[0]
+    number = mean.shape[-1]
     # Any plan will do: the kernel is one thread a channel.
-    plan = sweep(Geometry(1, 1, number, 2), mean.dtype, 1, alignment(0), source.device())
+    geometry = Geometry(1, 1, number, 2, 1, number)
+    plan = sweep(geometry, mean.dtype, 1, alignment(0), source.device())
     arguments = _UPDATE.pack(
         *parameter(dense_mean), *parameter(dense_var), *parameter(mean), *parameter(var),
-        scale, factor, number,
+        scale, factor, number, mean.size // number,
     )  # fmt: skip
     launch_channels("statistics.cu", "update_running", plan, plan.threads, number, arguments)
     put_back(running_mean, dense_mean)

@@ -15,6 +15,7 @@ from .statistics import (
     ABSENT,
     PARTIAL_MOMENTS,
     address,
+    aligned,
     dense,
     launch_channels,
     launch_cut,
@@ -26,13 +27,13 @@ from .statistics import (
 __all__ = ["infer", "normalize", "transform"]
 
 # TransformArguments in transform.cu, up to the geometry.
-_ARGUMENTS = struct.Struct("=7QQqQqQqQq3d")
+_ARGUMENTS = struct.Struct("=7QQqQqQqQq4dq")
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
     """`out` = (x - (mean + residual)) * inv_std * weight + bias.
 
-    mean, residual, weight and bias may be None.
+    Each of mean, residual, inv_std, weight and bias may be None.
     """
     weight, bias = dense(weight), dense(bias)
     source_place, target = source.pointer(x), source.pointer(out)
@@ -40,7 +41,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
     plan = launch.sweep(geometry, x.dtype, 1, lie, source.device())
     arguments = _ARGUMENTS.pack(
         source_place, target, address(mean), address(residual), address(inv_std), 0, 0,
-        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0,
+        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, True,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
 
@@ -48,7 +49,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
     """Transform of x with running statistics into `out`.
 
-    Returns mean, inv_std and residual (what rounding took from the mean) as the rows of
+    Returns mean, inv_std and residual (what rounding took from the mean) as the first rows of
     one array, in the accumulator type.
     """
     weight, bias = dense(weight), dense(bias)
@@ -56,53 +57,58 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     lie = launch.alignment(source_place, target)
     plan = launch.sweep(geometry, x.dtype, 1, lie, source.device())
     xp = source.array_module()
-    statistics = xp.empty((3, geometry.statistics), statistics_dtype(x.dtype))
+    statistics = xp.empty((4, geometry.statistics), statistics_dtype(x.dtype))
     running_mean, running_var = dense(running_mean), dense(running_var)
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, 0, source.pointer(statistics),
         *parameter(weight), *parameter(bias), *parameter(running_mean), *parameter(running_var),
-        eps, 0.0, 0.0,
+        eps, 0.0, 0.0, 0.0, True,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
     return statistics
 
 
 def normalize(
-    x, weight, bias, running_mean, running_var, eps, scale, factor, geometry: Geometry, out
-):
+    x, weight, bias, running_mean, running_var, eps, scale, factor, geometry: Geometry, out,
+    centered=True, weight_offset=0.0,
+):  # fmt: skip
     """Statistics of x, then its transform with them into `out`.
 
-    The running statistics take in mean and var * scale. Returns mean, inv_std and residual
-    (what rounding took from the mean) as the first rows of one array, in the accumulator
-    type.
+    The running statistics take in mean and var * scale. Not `centered`, statistics are taken
+    about zero: the mean is 0, and the variance the mean square. Weights count `weight_offset`
+    more. Returns mean, inv_std, residual (what rounding took from the mean) and variance as
+    the first rows of one array, in the accumulator type.
     """
-    weight, bias = dense(weight), dense(bias)
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
     plan = launch.plan(geometry, x.dtype, 1, lie, source.device())
+    weight, bias = aligned(weight, plan), aligned(bias, plan)
     dtype = statistics_dtype(x.dtype)
     number = geometry.statistics
     mean, var = dense(running_mean), dense(running_var)
-    # Mean, inv_std and residual; partial results follow, a multiple of 8 bytes on.
-    rows = 3 if plan.resident else 4 + PARTIAL_MOMENTS * plan.parts * (8 // dtype.itemsize)
+    rows = 4
+    if not plan.resident:  # partial results follow, of every channel, or of every row
+        channels = 1 if plan.rows else geometry.members
+        rows += PARTIAL_MOMENTS * plan.parts * channels * (8 // dtype.itemsize)
     statistics = source.array_module().empty((rows, number), dtype)
     place, row = source.pointer(statistics), number * dtype.itemsize
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, place + 4 * row, place,
         *parameter(weight), *parameter(bias), *parameter(mean), *parameter(var),
-        eps, scale, factor,
+        eps, scale, factor, weight_offset, centered,
     )  # fmt: skip
     if plan.resident:
         launch_cut("transform.cu", "normalize", plan, arguments)
     else:
-        partial_moments(x, place + 4 * row, plan)
+        partial_moments(x, place + 4 * row, plan, centered)
         launch_channels(
             "transform.cu", "finish_statistics", plan, plan.threads // 32, number,
             arguments + plan.packed,
         )  # fmt: skip
         arguments = _ARGUMENTS.pack(
             source_place, target, place, place + 2 * row, place + row, 0, 0,
-            *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0,
+            *parameter(weight), *parameter(bias), *ABSENT, *ABSENT,
+            0.0, 0.0, 0.0, weight_offset, True,
         )  # fmt: skip
         launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,15 @@ from .. import arrays, checks, running
 from ..arrays import Array
 from ..distributed import Moments
 from ..geometry import batch_norm_geometry
+from .common import (
+    Layout,
+    as_dtype,
+    backward,
+    channels_of,
+    running_scale,
+    split_mean,
+    statistics_of_nothing,
+)
 
 __all__ = [
     "BatchNormSaved",
@@ -139,7 +149,7 @@ def batch_norm_forward(
     An empty batch gives an empty y and leaves the running statistics alone.
     Sums are taken about a pivot, in chunks that are merged in float64: data
     whose mean is 10^4 times its standard deviation loses no digits, a constant
-    channel gives exactly `bias`.
+    channel gives exactly `bias` (if eps is not 0).
     The order of arguments is not PyTorch's, which has the running statistics
     before weight and bias.
     """
@@ -147,7 +157,7 @@ def batch_norm_forward(
     (x, weight, bias, running_mean, running_var, out), place = arrays.adopt(
         _FORWARD_NAMES, x, weight, bias, running_mean, running_var, out
     )
-    axis, number, count = _channels("x", x, channel_axis)
+    axis, number, count = channels_of(x, channel_axis)
     checks.per_channel("weight", weight, number, x.dtype)
     checks.per_channel("bias", bias, number, x.dtype)
     checks.per_channel("running_mean", running_mean, number, x.dtype)
@@ -156,19 +166,10 @@ def batch_norm_forward(
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
     training = checks.flag("training", training)
-    scale = 1.0
-    if training:
-        checks.separate(running_mean, running_var, weight, bias)
-        checks.writable("running_mean", running_mean)
-        checks.writable("running_var", running_var)
-        if x.size > 0:
-            checks.several_values(count, x.shape)
-            if running_var is not None:
-                checks.correctable(count, correction)
-                scale = running.bessel(count, correction)
-    elif running_mean is None or running_var is None:
-        missing = "running_mean" if running_mean is None else "running_var"
-        raise ValueError(f"{missing}: expected an array when training is False, got None")
+    scale = running_scale(
+        training, "training", running_mean, running_var, count, correction,
+        checks.several_values, x=x, weight=weight, bias=bias,
+    )  # fmt: skip
     if out is not None:
         checks.output(
             out, x, ("x",),
@@ -182,7 +183,7 @@ def batch_norm_forward(
         verbs = place.backend.transform
         if x.size == 0:
             given_mean, given_var = (None, None) if training else (running_mean, running_var)
-            statistics = _of_nothing(
+            statistics = statistics_of_nothing(
                 place.xp, given_mean, given_var, number, eps, checks.statistics_dtype(x.dtype)
             )
         elif training:
@@ -251,82 +252,11 @@ def batch_norm_backward(
     ValueError, TypeError
         As `batch_norm_forward`, and if dy, x and saved do not belong together.
     """
-    if not isinstance(saved, BatchNormSaved):
-        raise TypeError(
-            f"saved: expected what batch_norm_forward returned, got {type(saved).__name__}"
-        )
-    given = out
-    (dy, x, weight, out, mean, inv_std, residual), place = arrays.adopt(
-        ("dy", "x", "weight", "out", "saved.mean", "saved.inv_std", "saved.residual"),
-        dy, x, weight, out, saved.mean, saved.inv_std, saved.residual,
+    checks.saved_by("batch_norm_forward", BatchNormSaved, saved)
+    return backward(
+        dy, x, saved, weight, output_mask, out, lambda x: _layout(x, saved.channel_axis),
+        training=saved.training, bias_dtype=saved.bias_dtype,
     )  # fmt: skip
-    axis, number, _ = _channels("x", x, saved.channel_axis)
-    if x.shape != saved.shape:
-        raise ValueError(f"x: expected the shape of the forward call, {saved.shape}, got {x.shape}")
-    dtype = checks.statistics_dtype(x.dtype)
-    checks.statistic("saved.mean", mean, number)
-    checks.statistic("saved.inv_std", inv_std, number)
-    if residual is not None:
-        checks.statistic("saved.residual", residual, number)
-    if mean.dtype != dtype:
-        raise TypeError(
-            f"x: expected the dtype of the forward call, whose statistics are {mean.dtype}, "
-            f"got {x.dtype}"
-        )
-    checks.same_as_input("dy", dy, x)
-    checks.per_channel("weight", weight, number, x.dtype)
-    want_dx, want_dweight, want_dbias = checks.mask(output_mask)
-    if out is not None:
-        if not want_dx:
-            raise ValueError("out: expected None, since output_mask leaves out dx, got an array")
-        checks.output(
-            out, x, ("x", "dy"), dy=dy, x=x, weight=weight,
-            **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
-        )  # fmt: skip
-
-    with place:
-        xp, verbs = place.xp, place.backend.backward
-        dweight = dbias = None
-        if want_dweight:
-            dweight = xp.empty(number, dtype if weight is None else weight.dtype)
-        if want_dbias:
-            dbias = xp.empty(number, saved.bias_dtype or dtype)
-        mean, inv_std, residual = (
-            _as(mean, dtype),
-            _as(inv_std, dtype),
-            _as(residual, dtype),
-        )
-        dx = None
-        if x.size == 0:
-            for gradient in (dweight, dbias):
-                if gradient is not None:
-                    gradient.fill(0)
-            if want_dx:
-                dx = arrays.Operands(xp, x, (x,), out).finish()
-        elif want_dx:
-            uses_x = saved.training or want_dweight or want_dbias
-            operands = arrays.Operands(xp, x, (x, dy) if uses_x else (dy,), out)
-            source, gradient = operands.inputs[0], operands.inputs[-1]
-            geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
-            if uses_x:
-                verbs.backward(
-                    gradient, source, mean, residual, inv_std, weight, saved.training, geometry,
-                    operands.out, dweight, dbias,
-                )  # fmt: skip
-            else:
-                place.backend.transform.transform(
-                    gradient, None, None, inv_std, weight, None, geometry, operands.out
-                )
-            dx = operands.finish()
-        elif want_dweight or want_dbias:
-            order, (gradient, source) = arrays.dense((dy, x))
-            geometry = batch_norm_geometry(source.shape, order.index(axis))
-            verbs.backward(
-                gradient, source, mean, residual, inv_std, None, saved.training, geometry,
-                None, dweight, dbias,
-            )  # fmt: skip
-        export = place.export
-        return export(dx) if given is None else given, export(dweight), export(dbias)
 
 
 def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
@@ -357,7 +287,7 @@ def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
         For shapes, and for types and dtypes.
     """
     (x,), place = arrays.adopt(("x",), x)
-    axis, number, count = _channels("x", x, channel_axis)
+    axis, number, count = channels_of(x, channel_axis)
     with place:
         if x.size == 0:
             mean, m2 = place.xp.zeros((2, number), checks.statistics_dtype(x.dtype))
@@ -407,9 +337,9 @@ def batch_norm_transform(
     (x, mean, inv_std, weight, bias, out), place = arrays.adopt(
         ("x", "mean", "inv_std", "weight", "bias", "out"), x, mean, inv_std, weight, bias, out
     )
-    axis, number, _ = _channels("x", x, channel_axis)
-    checks.statistic("mean", mean, number)
-    checks.statistic("inv_std", inv_std, number)
+    axis, number, _ = channels_of(x, channel_axis)
+    checks.statistic("mean", mean, (number,))
+    checks.statistic("inv_std", inv_std, (number,))
     checks.per_channel("weight", weight, number, x.dtype)
     checks.per_channel("bias", bias, number, x.dtype)
     if out is not None:
@@ -421,8 +351,8 @@ def batch_norm_transform(
         (source,) = operands.inputs
         if x.size > 0:
             place.backend.transform.transform(
-                source, *_split(place.xp, mean, dtype), _as(inv_std, dtype), weight,
-                bias, batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
+                source, *split_mean(mean, dtype, place.xp), as_dtype(inv_std, dtype), weight, bias,
+                batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
             )  # fmt: skip
         result = operands.finish()
         return place.export(result) if given is None else given
@@ -457,9 +387,9 @@ def batch_norm_backward_reduce(
         For shapes, and for types and dtypes.
     """
     (dy, x, mean), place = arrays.adopt(("dy", "x", "mean"), dy, x, mean)
-    axis, number, _ = _channels("x", x, channel_axis)
+    axis, number, _ = channels_of(x, channel_axis)
     checks.same_as_input("dy", dy, x)
-    checks.statistic("mean", mean, number)
+    checks.statistic("mean", mean, (number,))
     dtype = checks.statistics_dtype(x.dtype)
     with place:
         if x.size == 0:
@@ -468,7 +398,7 @@ def batch_norm_backward_reduce(
             order, (gradient, source) = arrays.dense((dy, x))
             geometry = batch_norm_geometry(source.shape, order.index(axis))
             sum_dy, sum_dy_xmu = place.backend.backward.reduce(
-                gradient, source, *_split(place.xp, mean, dtype), geometry
+                gradient, source, *split_mean(mean, dtype, place.xp), geometry
             )
         return place.export(sum_dy), place.export(sum_dy_xmu)
 
@@ -521,11 +451,11 @@ def batch_norm_backward_transform(
         ("dy", "x", "mean", "inv_std", "weight", "sum_dy", "sum_dy_xmu", "out"),
         dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, out,
     )  # fmt: skip
-    axis, number, _ = _channels("x", x, channel_axis)
+    axis, number, _ = channels_of(x, channel_axis)
     checks.same_as_input("dy", dy, x)
     per_channel = {"mean": mean, "inv_std": inv_std, "sum_dy": sum_dy, "sum_dy_xmu": sum_dy_xmu}
     for name, array in per_channel.items():
-        checks.statistic(name, array, number)
+        checks.statistic(name, array, (number,))
     checks.per_channel("weight", weight, number, x.dtype)
     count = checks.number_of_values("count", count, 1)
     if out is not None:
@@ -538,8 +468,8 @@ def batch_norm_backward_transform(
         source, gradient = operands.inputs
         if x.size > 0:
             place.backend.backward.input_gradient(
-                gradient, source, *_split(xp, mean, dtype), _as(inv_std, dtype), weight,
-                _as(sum_dy, dtype), _as(sum_dy_xmu, dtype), count,
+                gradient, source, *split_mean(mean, dtype, xp), as_dtype(inv_std, dtype), weight,
+                as_dtype(sum_dy, dtype), as_dtype(sum_dy_xmu, dtype), count,
                 batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
             )  # fmt: skip
         result = operands.finish()
@@ -585,12 +515,12 @@ def update_running_statistics(
         got = "None" if mean is None else f"shape {mean.shape}"
         raise ValueError(f"mean: expected an array of shape (C,), got {got}")
     number = mean.shape[0]
-    checks.statistic("mean", mean, number)
-    checks.statistic("var", var, number)
-    checks.separate(running_mean, running_var, None, None)
+    checks.statistic("mean", mean, (number,))
+    checks.statistic("var", var, (number,))
+    checks.separate(running_mean, running_var)
     for name, array in (("running_mean", running_mean), ("running_var", running_var)):
         if array is not None:
-            checks.statistic(name, array, number)
+            checks.statistic(name, array, (number,))
             checks.writable(name, array)
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     correction = checks.not_negative("correction", correction)
@@ -613,42 +543,19 @@ def update_running_statistics(
         )
 
 
-def _channels(name: str, array: np.ndarray | None, channel_axis: Any) -> tuple[int, int, int]:
-    if array is None:
-        raise TypeError(f"{name}: expected an array, got None")
-    if type(channel_axis) is not int:
-        channel_axis = checks.integer("channel_axis", channel_axis)
-    return checks.channels(name, array.shape, array.dtype, channel_axis)
+def _layout(x: Any, channel_axis: int) -> Layout:
+    axis, number, _ = channels_of(x, channel_axis)
+    return _channels_layout(axis, number)
 
 
-def _of_nothing(
-    xp: Any, running_mean: Any, running_var: Any, number: int, eps: float, dtype: np.dtype
-) -> Any:
-    """Rows mean, inv_std, residual where there are no elements; without statistics, of zeros."""
-    statistics = xp.zeros((3, number), dtype)
-    with np.errstate(all="ignore"):
-        var = xp.zeros(number) if running_var is None else running_var.astype(np.float64)
-        statistics[1] = 1.0 / xp.sqrt(var + eps)
-        if running_mean is not None:
-            statistics[0], residual = _split(xp, running_mean, dtype)
-            if residual is not None:
-                statistics[2] = residual
-    return statistics
-
-
-def _split(xp: Any, mean: Any, dtype: np.dtype) -> tuple[Any, Any]:
-    """A mean in the accumulator type, and what rounding took from it, if it was wider."""
-    rounded = _as(mean, dtype)
-    if mean.dtype != np.float64 or dtype == np.float64:
-        return rounded, None
-    with np.errstate(all="ignore"):
-        rest = mean - rounded
-        return rounded, xp.where(xp.isfinite(rest), rest, 0.0).astype(dtype)
-
-
-def _as(array: Any, dtype: np.dtype) -> Any:
-    """The array in a dtype and contiguous; itself where it is so already."""
-    if array is None or (array.dtype == dtype and arrays.is_plain(array)):
-        return array
-    with np.errstate(all="ignore"):
-        return array.astype(dtype, order="C")
+@lru_cache(maxsize=1024)
+def _channels_layout(axis: int, number: int) -> Layout:
+    return Layout(
+        statistics=(axis,),
+        parameters=(axis,),
+        statistics_shape=(number,),
+        parameters_shape=(number,),
+        meaning=checks.ONE_A_CHANNEL,
+        leading=0,
+        geometry=lambda shape, order: batch_norm_geometry(shape, order.index(axis)),
+    )

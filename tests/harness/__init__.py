@@ -127,7 +127,7 @@ class Harness:
         counters = np.zeros(4, np.uint64)
         message = function(
             arguments, ctypes.c_size_t(len(arguments)), blocks, threads,
-            cluster if name in ("normalize", "backward") else 1,
+            cluster if name in ("normalize", "backward", "backward_rows") else 1,
             ctypes.c_size_t(shared), ctypes.c_uint64(self.seed),
             counters.ctypes.data_as(ctypes.c_void_p),
         )  # fmt: skip

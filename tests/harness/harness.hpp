@@ -67,6 +67,7 @@ static struct { struct { operator unsigned() const { return harness::grid(); } }
 #define SHARED_MEMORY(name) unsigned char* name = harness::shared()
 
 template <class T> T __ldcg(const T* place) { return harness::load(place); }
+template <class T> T __ldg(const T* place) { return harness::load(place); }
 template <class T> T __ldcs(const T* place) { return harness::load(place); }
 template <class T> void __stcs(T* place, T value) {
     harness::count_write(place, sizeof(T));

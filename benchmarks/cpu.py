@@ -1,11 +1,11 @@
-"""Batch norm on the CPU beside a copy of the same array, NumPy and PyTorch, in one run.
+"""All norms on the CPU beside a copy of the same array, NumPy and PyTorch, in one run.
 
 Every case is measured round by round: in each round every contender runs once, so that
 a busy neighbour disturbs all of them alike. It runs once untimed before, because OpenMP's
 threads (PyTorch's) spin on a core for a while after their work. The medians go into a
 table and, as JSON with the machine described, into benchmarks/results/.
 
-    python benchmarks/batch_norm.py [--rounds 21] [--no-save]
+    python benchmarks/cpu.py [--rounds 21] [--no-save] [--only NORM]
 
 Arrays of 32 MB and more do not fit the caches, so every call finds them cold; smaller
 ones are called many times over and measured warm. "passes" are the fewest times an array
@@ -25,6 +25,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import norms
 import numpy as np
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ try:
 except ImportError:
     torch = None
 
-# (shape, channel axis, dtype)
+# Of batch norm: (shape, channel axis, dtype)
 CASES = [
     ((64, 256, 28, 28), 1, "float32"),
     ((64, 28, 28, 256), -1, "float32"),
@@ -171,6 +172,20 @@ def table(results):
     return "\n".join(lines)
 
 
+def norms_table(results):
+    """The same for the other norms, which have no inference of their own."""
+    lines = ["| norm | x | copy of x | forward | backward |", "|---|---|---|---|---|"]
+    for result in results:
+        times = {name: t["median"] for name, t in result["times"].items()}
+        cells = [str(norms.Case(**result["case"])), shown(times["copy"])]
+        for operation in ("forward", "backward"):
+            ours, rival = times[f"{operation} out="], times.get(f"torch {operation}")
+            ratio = f"; {rival / times[operation]:.1f}" if rival else ""
+            cells.append(f"{shown(ours)} ({ours / times['copy']:.2f}{ratio})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def shown(seconds):
     """A time in the unit that suits it."""
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} µs"
@@ -180,21 +195,29 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--no-save", action="store_true", help="print the table only")
+    parser.add_argument("--only", default="", help="of the norms whose names contain this")
     options = parser.parse_args()
-    results = []
-    for shape, axis, dtype in tqdm(CASES, unit="case"):
+    results, others = [], []
+    for shape, axis, dtype in tqdm(CASES if options.only in "batch_norm" else [], unit="case"):
         nbytes, calls = contenders(shape, axis, dtype)
         times = measure(calls, nbytes, options.rounds)
         results.append(
             {"shape": shape, "channel_axis": axis, "dtype": dtype, "bytes": nbytes, "times": times}
         )
-    print(table(results))
+    for case in tqdm([c for c in norms.CPU_CASES if options.only in c.norm], unit="case"):
+        nbytes, calls = norms.contenders(np, case)
+        if torch is not None:
+            calls |= norms.torch_contenders(torch, case, "cpu", "torch")
+        times = measure(calls, nbytes, options.rounds)
+        others.append({"case": case._asdict(), "bytes": nbytes, "times": times})
+    print(table(results), norms_table(others), sep="\n\n")
     if not options.no_save:
         now = datetime.now(UTC)
-        record = {"date": now.isoformat(timespec="seconds"), "machine": machine()}
+        record = {"date": now.isoformat(timespec="seconds"), "machine": machine(), "unit": "s"}
+        record |= {"results": results, "other norms": others}
         path = Path(__file__).parent / "results" / f"cpu-{now:%Y-%m-%d}.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(record | {"unit": "s", "results": results}, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"\nfull figures in {path}")
 
 

@@ -1,0 +1,359 @@
+"""Kernels for rows: statistics of contiguous elements, each of which has its own parameters.
+
+An array is ``(batch, number, length)``, and row ``[n, g]`` is scaled by ``weight[g]``. A row
+that fits the cache is read from memory once. The gradients of the parameters are sums over
+the samples: a task takes a block of samples of one g, adds up their contributions beside the
+sums of every row, and the blocks are added up in order.
+
+What a row becomes depends on the row alone, to the bit, and not on the rows around it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..geometry import Geometry
+from .elements import (
+    accumulate,
+    as_accumulator,
+    device_function,
+    kernel,
+    load,
+    load_scratch,
+    next_task,
+    scratch,
+    store,
+    store_streaming,
+    streaming_range,
+    strict_function,
+)
+from .statistics import (
+    parameter,
+    residual_times,
+    save,
+    segments_part,
+)
+
+__all__ = [
+    "add_up_blocks",
+    "backward_rows",
+    "gradient_rows",
+    "normalize_rows",
+    "reduce_rows",
+    "row_extents",
+    "row_parameter",
+    "squares_rows",
+    "transform_rows",
+]
+
+
+def row_extents(geometry: Geometry) -> tuple[int, int, int]:
+    """(batch, number, length) of the rows of a geometry."""
+    batch, _, group, inner, members, _ = geometry
+    return batch, group // members, members * inner
+
+
+def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0):
+    """A parameter as `parameter` gives it, with one value for each element of a sample.
+
+    A missing one has the value `absent` everywhere: a version of every loop without it would
+    spare no memory traffic.
+    """
+    if array is None:
+        return np.full(geometry.group * geometry.inner, absent, dtype)
+    values = parameter(array, dtype, offset)
+    return np.repeat(values, geometry.inner) if geometry.inner > 1 else values
+
+
+# --- forward ------------------------------------------------------------------
+
+
+@device_function
+def _run_squares(x, start, length):
+    squares = as_accumulator(x, 0.0)
+    for i in range(start, start + length):
+        value = load(x, i)
+        squares = accumulate(squares, value * value)
+    return squares
+
+
+@device_function
+def _squares(x, base, length, chunk_length):
+    """Sum of squares of a row."""
+    total = 0.0
+    for offset in range(0, length, chunk_length):
+        total += _run_squares(x, base + offset, min(chunk_length, length - offset))
+    return total
+
+
+@device_function
+def _run_transform(put, x, y, start, end, mean, scale, shift, weight, bias, to_weight):
+    """y[i] from x[i], weight[i + to_weight] and bias[i + to_weight]."""
+    for i in range(start, end):
+        normalized = (load(x, i) - mean) * scale + shift
+        put(y, i, normalized * load(weight, i + to_weight) + load(bias, i + to_weight))
+
+
+@device_function
+def _transform(x, y, start, end, row, g, length, statistics, weight, bias, streaming):
+    """Transform of the elements [start, end), which are in a row."""
+    mean, scale, shift = _coefficients(x, row, *statistics)
+    to_weight = (g - row) * length
+    first, last = streaming_range(y, start, end, streaming)
+    numbers = (mean, scale, shift, weight, bias, to_weight)
+    _run_transform(store, x, y, start, first, *numbers)
+    _run_transform(store_streaming, x, y, first, last, *numbers)
+    _run_transform(store, x, y, last, end, *numbers)
+
+
+@strict_function
+def _coefficients(x, row, mean, residual, inv_std):
+    """(mean, scale, shift) of the normalized x: (x - mean) * scale + shift.
+
+    The shift makes up for the residual: what rounding took from the mean.
+    """
+    scale = load_scratch(inv_std, row)
+    shift = -residual_times(residual, row, np.float64(scale))
+    return load_scratch(mean, row), scale, as_accumulator(x, shift)
+
+
+@kernel
+def normalize_rows(
+    counter, tasks, x, y, weight, bias, eps, statistics, centered, streaming,
+    batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one block of samples of one g; `statistics` gets what `save` writes."""
+    of_rows = (statistics[0], statistics[2], statistics[1])
+    task = next_task(counter)
+    while task < tasks:
+        g = task % number
+        first = task // number * block
+        for row in range(first * number + g, min(batch, first + block) * number, number):
+            base = row * length
+            if centered:
+                count, mean, m2 = segments_part(x, base, 0, 1, length, 1, chunk_length, pieces, 0)
+            else:
+                count, mean, m2 = np.float64(length), 0.0, _squares(x, base, length, chunk_length)
+            save(statistics, row, count, mean, m2, eps)
+            _transform(x, y, base, base + length, row, g, length, of_rows, weight, bias, streaming)
+        task = next_task(counter)
+
+
+@kernel
+def squares_rows(
+    counter, tasks, x, partials, batch, number, length, chunk_length, pieces, block, blocks
+):
+    """A task is one piece of a row; `partials[row, piece]` gets (count, 0, sum of squares)."""
+    task = next_task(counter)
+    while task < tasks:
+        row, piece = task // pieces, task % pieces
+        size = min(chunk_length, length - piece * chunk_length)
+        partials[row, piece, 0] = size
+        partials[row, piece, 1] = 0.0
+        partials[row, piece, 2] = _run_squares(x, row * length + piece * chunk_length, size)
+        task = next_task(counter)
+
+
+@kernel
+def transform_rows(
+    counter, tasks, x, y, mean, residual, inv_std, weight, bias, streaming,
+    batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one piece of a row; the last one goes first, being nearest."""
+    of_rows = (mean, residual, inv_std)
+    task = tasks - 1 - next_task(counter)
+    while task >= 0:
+        row, piece = task // pieces, task % pieces
+        start = row * length + piece * chunk_length
+        end = min(start + chunk_length, (row + 1) * length)
+        _transform(x, y, start, end, row, row % number, length, of_rows, weight, bias, streaming)
+        task = tasks - 1 - next_task(counter)
+
+
+# --- backward -----------------------------------------------------------------
+#
+# With n elements a row and its normalized elements v = (x - mean) * inv_std,
+#   dx = inv_std * (dy * weight - sum(dy * weight) / n - v * sum(dy * weight * v) / n)
+# where the second term is absent for statistics about zero.
+
+
+@device_function
+def _run_sums(dy, x, start, length, mean, scale, shift, weight, to_weight, dweight, dbias, first):
+    """Sums of dy * weight and dy * weight * v; adds to the gradients from `first` on.
+
+    They are added up even if nobody wants them: another loop might have other bits.
+    """
+    total = as_accumulator(x, 0.0)
+    products = as_accumulator(x, 0.0)
+    for i in range(length):
+        gradient = load(dy, start + i)
+        product = gradient * ((load(x, start + i) - mean) * scale + shift)
+        factor = load(weight, start + i + to_weight)
+        total = accumulate(total, gradient * factor)
+        products = accumulate(products, product * factor)
+        store(dweight, first + i, load_scratch(dweight, first + i) + product)
+        store(dbias, first + i, load_scratch(dbias, first + i) + gradient)
+    return total, products
+
+
+@device_function
+def _run_gradient(put, dy, x, dx, start, end, mean, scale, shift, slope, offset, weight, to_weight):
+    for i in range(start, end):
+        normalized = (load(x, i) - mean) * scale + shift
+        factor = load(weight, i + to_weight) * scale
+        put(dx, i, load(dy, i) * factor + (normalized * slope + offset))
+
+
+@device_function
+def _gradient(
+    dy, x, dx, start, end, row, g, length, statistics, total, products, centered, weight, streaming
+):
+    """Dx of the elements [start, end), which are in a row with the given sums."""
+    mean, scale, shift = _coefficients(x, row, *statistics)
+    slope = as_accumulator(x, -np.float64(scale) * (products / length))
+    offset = as_accumulator(x, -np.float64(scale) * (total / length) if centered else 0.0)
+    to_weight = (g - row) * length
+    first, last = streaming_range(dx, start, end, streaming)
+    numbers = (mean, scale, shift, slope, offset, weight, to_weight)
+    _run_gradient(store, dy, x, dx, start, first, *numbers)
+    _run_gradient(store_streaming, dy, x, dx, first, last, *numbers)
+    _run_gradient(store, dy, x, dx, last, end, *numbers)
+
+
+@device_function
+def _clear(dweight, dbias, length):
+    dweight[:length] = 0.0
+    dbias[:length] = 0.0
+
+
+@kernel
+def backward_rows(
+    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
+    streaming, batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one block of samples of one g.
+
+    `partials[block]` gets the block's part of dweight and dbias, if `gradients` are wanted.
+    """
+    statistics = (mean, residual, inv_std)
+    dweight, dbias = scratch(x, length), scratch(x, length)
+    task = next_task(counter)
+    while task < tasks:
+        g = task % number
+        first = task // number * block
+        _clear(dweight, dbias, length)
+        for row in range(first * number + g, min(batch, first + block) * number, number):
+            base = row * length
+            center, scale, shift = _coefficients(x, row, *statistics)
+            total, products = 0.0, 0.0
+            for offset in range(0, length, chunk_length):
+                size = min(chunk_length, length - offset)
+                start, to_weight = base + offset, (g - row) * length
+                run_total, run_products = _run_sums(
+                    dy, x, start, size, center, scale, shift, weight, to_weight,
+                    dweight, dbias, offset,
+                )  # fmt: skip
+                total += run_total
+                products += run_products
+            _gradient(
+                dy, x, dx, base, base + length, row, g, length, statistics, total, products,
+                centered, weight, streaming,
+            )  # fmt: skip
+        if gradients:
+            partials[task // number, 0, g * length : (g + 1) * length] = dweight
+            partials[task // number, 1, g * length : (g + 1) * length] = dbias
+        task = next_task(counter)
+
+
+@kernel
+def reduce_rows(
+    counter, tasks, dy, x, mean, residual, inv_std, weight, sums, partials,
+    batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one piece of the rows of one g in all samples.
+
+    `sums[row, piece]` gets both sums, `partials[0]` dweight and dbias.
+    """
+    dweight, dbias = scratch(x, chunk_length), scratch(x, chunk_length)
+    total_dweight, total_dbias = np.empty(chunk_length), np.empty(chunk_length)
+    task = next_task(counter)
+    while task < tasks:
+        g, piece = task // pieces, task % pieces
+        offset = piece * chunk_length
+        size = min(chunk_length, length - offset)
+        _clear(total_dweight, total_dbias, size)
+        for first in range(0, batch, block):
+            _clear(dweight, dbias, size)
+            for row in range(first * number + g, min(batch, first + block) * number, number):
+                center, scale, shift = _coefficients(x, row, mean, residual, inv_std)
+                sums[row, piece, 0], sums[row, piece, 1] = _run_sums(
+                    dy, x, row * length + offset, size, center, scale, shift, weight,
+                    (g - row) * length, dweight, dbias, 0,
+                )  # fmt: skip
+            for i in range(size):
+                term = np.float64(load_scratch(dweight, i))
+                store(total_dweight, i, load_scratch(total_dweight, i) + term)
+                term = np.float64(load_scratch(dbias, i))
+                store(total_dbias, i, load_scratch(total_dbias, i) + term)
+        start = g * length + offset
+        partials[0, 0, start : start + size] = total_dweight[:size]
+        partials[0, 1, start : start + size] = total_dbias[:size]
+        task = next_task(counter)
+
+
+@kernel
+def gradient_rows(
+    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming,
+    batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one piece of a row; the last one goes first, being nearest."""
+    statistics = (mean, residual, inv_std)
+    task = tasks - 1 - next_task(counter)
+    while task >= 0:
+        row, piece = task // pieces, task % pieces
+        total, products = 0.0, 0.0
+        for other in range(pieces):
+            total += sums[row, other, 0]
+            products += sums[row, other, 1]
+        start = row * length + piece * chunk_length
+        _gradient(
+            dy, x, dx, start, min(start + chunk_length, (row + 1) * length), row, row % number,
+            length, statistics, total, products, centered, weight, streaming,
+        )  # fmt: skip
+        task = tasks - 1 - next_task(counter)
+
+
+@device_function
+def _add_up(partials, k, inner, result, first, number, totals):
+    for i in range(number):
+        totals[i] = 0.0
+    for block in range(partials.shape[0]):
+        values = partials[block, k]
+        if inner == 1:
+            for i in range(number):
+                store(totals, i, load_scratch(totals, i) + np.float64(load(values, first + i)))
+        else:
+            for i in range(number):
+                total = 0.0
+                for j in range((first + i) * inner, (first + i + 1) * inner):
+                    total += np.float64(load(values, j))
+                store(totals, i, load_scratch(totals, i) + total)
+    for i in range(number):
+        store(result, first + i, as_accumulator(result, load_scratch(totals, i)))
+
+
+@kernel
+def add_up_blocks(counter, tasks, partials, inner, dweight, dbias, chunk):
+    """Sums of `partials` over blocks and `inner` elements a channel; a task is `chunk` channels.
+
+    Either of dweight and dbias may be empty and is left out then.
+    """
+    totals = np.empty(chunk)
+    task = next_task(counter)
+    while task < tasks:
+        first = task * chunk
+        if dweight.size:
+            _add_up(partials, 0, inner, dweight, first, min(chunk, dweight.size - first), totals)
+        if dbias.size:
+            _add_up(partials, 1, inner, dbias, first, min(chunk, dbias.size - first), totals)
+        task = next_task(counter)

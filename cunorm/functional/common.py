@@ -1,0 +1,292 @@
+"""What the norms have in common: how their values lie on x, and their forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import arrays, checks, running
+from ..arrays import Array
+from ..geometry import Geometry
+
+__all__ = ["Layout"]
+
+
+class Layout(NamedTuple):
+    """How the statistics and the parameters of a norm lie on x.
+
+    Attributes
+    ----------
+    statistics, parameters : tuple of int
+        Axes of x along which the statistics, the parameters, differ.
+    statistics_shape, parameters_shape : tuple of int
+    meaning : str
+        What these shapes mean, for messages.
+    leading : int
+        How many axes of x have to be the slowest in memory.
+    geometry : callable
+        The `Geometry`, from a shape in memory order and that order.
+    """
+
+    statistics: tuple[int, ...]
+    parameters: tuple[int, ...]
+    statistics_shape: tuple[int, ...]
+    parameters_shape: tuple[int, ...]
+    meaning: str
+    leading: int
+    geometry: Callable[[tuple[int, ...], tuple[int, ...]], Geometry]
+
+
+def channels_of(x: Any, channel_axis: Any) -> tuple[int, int, int]:
+    """(channel axis from the front, number of channels, elements a channel) of x."""
+    checks.present("x", x)
+    if type(channel_axis) is not int:
+        channel_axis = checks.integer("channel_axis", channel_axis)
+    return checks.channels("x", x.shape, x.dtype, channel_axis)
+
+
+def running_scale(
+    own: bool,
+    name: str,
+    running_mean: Any,
+    running_var: Any,
+    count: int,
+    correction: float,
+    several: Callable[[int, tuple[int, ...]], None],
+    **inputs: Any,
+) -> float:
+    """What the batch's biased variance counts in the running one, of `count` values.
+
+    Checks running statistics that are to be updated, if x's `own` statistics are used (`name`
+    is the argument that says so), or used; `several` values are needed for x's own.
+    """
+    if not own:
+        for label, array in (("running_mean", running_mean), ("running_var", running_var)):
+            if array is None:
+                raise ValueError(f"{label}: expected an array when {name} is False, got None")
+        return 1.0
+    checks.separate(running_mean, running_var, **inputs)
+    checks.writable("running_mean", running_mean)
+    checks.writable("running_var", running_var)
+    if inputs["x"].size == 0:
+        return 1.0
+    several(count, inputs["x"].shape)
+    if running_var is None:
+        return 1.0
+    checks.correctable(count, correction)
+    return running.bessel(count, correction)
+
+
+def in_memory_order(array: Any, axes: tuple[int, ...], order: tuple[int, ...]) -> Any:
+    """Values along some axes of x, in one dimension, as x has them in memory."""
+    if array is None or array.ndim == 1:
+        return array
+    return array.transpose(_turned(axes, order)).reshape(-1)
+
+
+def _in_order_of_axes(
+    values: Any, shape: tuple[int, ...], axes: tuple[int, ...], order: tuple[int, ...]
+) -> Any:
+    """The inverse of `in_memory_order`: of this shape."""
+    if values is None or values.shape == shape:
+        return values
+    turned = _turned(axes, order)
+    lying = values.reshape([shape[i] for i in turned])
+    return lying.transpose(sorted(range(len(turned)), key=turned.__getitem__))
+
+
+@lru_cache(maxsize=1024)
+def _turned(axes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(axes)), key=lambda i: order.index(axes[i])))
+
+
+def normalize(
+    place: arrays.Place,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    layout: Layout,
+    out: Any,
+    **options: Any,
+) -> tuple[Any, list[Any]]:
+    """Normalize x with its own statistics.
+
+    Returns y and the statistics in the layout's shape: mean, inv_std, residual and, unless
+    x is empty, var. `options` are the verb's.
+    """
+    operands = arrays.Operands(place.xp, x, (x,), out, layout.leading)
+    (source,), order = operands.inputs, operands.order
+    if x.size == 0:
+        number = prod(layout.statistics_shape)
+        dtype = checks.statistics_dtype(x.dtype)
+        rows = statistics_of_nothing(place.xp, None, None, number, eps, dtype)
+    else:
+        rows = place.backend.transform.normalize(
+            source, in_memory_order(weight, layout.parameters, order),
+            in_memory_order(bias, layout.parameters, order), None, None, eps, 1.0, 0.0,
+            layout.geometry(source.shape, order), operands.out, **options,
+        )  # fmt: skip
+    shape, axes = layout.statistics_shape, layout.statistics
+    return operands.finish(), [_in_order_of_axes(row, shape, axes, order) for row in rows[:4]]
+
+
+_NAMES = ("dy", "x", "weight", "out", "saved.mean", "saved.inv_std", "saved.residual")
+
+
+def backward(
+    dy: Any,
+    x: Any,
+    saved: Any,
+    weight: Any,
+    output_mask: Any,
+    out: Any,
+    layout_of: Callable[[Any], Layout],
+    *,
+    training: bool = True,
+    centered: bool = True,
+    bias_dtype: Any = None,
+    **options: Any,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Compute what a norm's backward function returns; uncentred norms have no dbias.
+
+    `layout_of` x says how the norm lies on it, `training` whether its statistics are x's own;
+    `options` are the verb's.
+    """
+    names = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
+    given = out
+    (dy, x, weight, out, mean, inv_std, residual), place = arrays.adopt(
+        _NAMES, dy, x, weight, out, saved.mean, saved.inv_std, saved.residual
+    )
+    checks.present("x", x)
+    if x.shape != saved.shape:
+        raise ValueError(f"x: expected the shape of the forward call, {saved.shape}, got {x.shape}")
+    layout = layout_of(x)
+    shape, meaning = layout.statistics_shape, "that of the forward call"
+    if centered:
+        checks.statistic("saved.mean", mean, shape, meaning)
+        if residual is not None:
+            checks.statistic("saved.residual", residual, shape, meaning)
+    checks.statistic("saved.inv_std", inv_std, shape, meaning)
+    if inv_std.dtype != checks.statistics_dtype(x.dtype):
+        raise TypeError(
+            f"x: expected the dtype of the forward call, whose statistics are {inv_std.dtype}, "
+            f"got {x.dtype}"
+        )
+    checks.same_as_input("dy", dy, x)
+    checks.parameter("weight", weight, layout.parameters_shape, layout.meaning, x.dtype)
+    wanted = checks.mask(output_mask, *names)
+    if out is not None:
+        checks.gradient_output(
+            out, wanted[0], dy, x, weight=weight,
+            **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
+        )  # fmt: skip
+    with place:
+        weight_dtype = inv_std.dtype if weight is None else weight.dtype
+        dx, dweight, dbias = gradients_of(
+            place, dy, x, mean, residual, inv_std, weight, training, layout,
+            wanted if centered else (*wanted, False),
+            (weight_dtype, bias_dtype or inv_std.dtype), out, **options,
+        )  # fmt: skip
+        export = place.export
+        return export(dx) if given is None else given, export(dweight), export(dbias)
+
+
+def gradients_of(
+    place: arrays.Place,
+    dy: Any,
+    x: Any,
+    mean: Any,
+    residual: Any,
+    inv_std: Any,
+    weight: Any,
+    training: bool,
+    layout: Layout,
+    wanted: tuple[bool, ...],
+    dtypes: tuple[Any, Any],
+    out: Any,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """Compute those `wanted` of dx, dweight and dbias, the latter two in these dtypes."""
+    xp, verbs = place.xp, place.backend.backward
+    want_dx, want_dweight, want_dbias = wanted
+    shape, axes = layout.parameters_shape, layout.parameters
+    number = prod(shape)
+    dweight = xp.empty(number, dtypes[0]) if want_dweight else None
+    dbias = xp.empty(number, dtypes[1]) if want_dbias else None
+    dx, order = None, tuple(range(x.ndim))
+    if x.size == 0:
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.fill(0)
+        if want_dx:
+            dx = arrays.Operands(xp, x, (x,), out).finish()
+    elif want_dx or want_dweight or want_dbias:
+        target = None
+        uses_x = training or want_dweight or want_dbias
+        if want_dx:
+            operands = arrays.Operands(xp, x, (x, dy) if uses_x else (dy,), out, layout.leading)
+            order, target = operands.order, operands.out
+            source, gradient = operands.inputs[0], operands.inputs[-1]
+        else:
+            order, (source, gradient) = arrays.dense((x, dy), layout.leading)
+        dtype = checks.statistics_dtype(x.dtype)
+        weight = in_memory_order(weight, axes, order)
+        along = layout.statistics
+        mean = as_dtype(in_memory_order(mean, along, order), dtype)
+        residual = as_dtype(in_memory_order(residual, along, order), dtype)
+        inv_std = as_dtype(in_memory_order(inv_std, along, order), dtype)
+        geometry = layout.geometry(source.shape, order)
+        if uses_x:
+            verbs.backward(
+                gradient, source, mean, residual, inv_std, weight, training, geometry,
+                target, dweight, dbias, **options,
+            )  # fmt: skip
+        else:
+            place.backend.transform.transform(
+                gradient, None, None, inv_std, weight, None, geometry, target
+            )
+        if want_dx:
+            dx = operands.finish()
+    return (
+        dx,
+        _in_order_of_axes(dweight, shape, axes, order),
+        _in_order_of_axes(dbias, shape, axes, order),
+    )
+
+
+def statistics_of_nothing(
+    xp: Any, running_mean: Any, running_var: Any, number: int, eps: float, dtype: np.dtype
+) -> Any:
+    """Rows mean, inv_std, residual where there are no elements; without statistics, of zeros."""
+    statistics = xp.zeros((3, number), dtype)
+    with np.errstate(all="ignore"):
+        var = xp.zeros(number) if running_var is None else running_var.astype(np.float64)
+        statistics[1] = 1.0 / xp.sqrt(var + eps)
+        if running_mean is not None:
+            statistics[0], residual = split_mean(running_mean, dtype, xp)
+            if residual is not None:
+                statistics[2] = residual
+    return statistics
+
+
+def split_mean(mean: Any, dtype: np.dtype, xp: Any) -> tuple[Any, Any]:
+    """A mean in the accumulator type, and what rounding took from it, if it was wider."""
+    rounded = as_dtype(mean, dtype)
+    if mean.dtype != np.float64 or dtype == np.float64:
+        return rounded, None
+    with np.errstate(all="ignore"):
+        rest = mean - rounded
+        return rounded, xp.where(xp.isfinite(rest), rest, 0.0).astype(dtype)
+
+
+def as_dtype(array: Any, dtype: np.dtype) -> Any:
+    """The array in a dtype and contiguous; itself where it is so already."""
+    if array is None or (array.dtype == dtype and arrays.is_plain(array)):
+        return array
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, order="C")

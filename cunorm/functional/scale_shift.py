@@ -1,0 +1,160 @@
+"""Scale-shift: the affine half of a norm, with parameters per channel or per sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import arrays, checks
+from ..arrays import Array
+from ..geometry import scale_shift_geometry
+from .common import Layout, channels_of, gradients_of, in_memory_order
+
+__all__ = ["scale_shift_backward", "scale_shift_forward"]
+
+
+def scale_shift_forward(
+    x: Array,
+    scale: Array,
+    shift: Array | None = None,
+    *,
+    channel_axis: int = 1,
+    out: Array | None = None,
+) -> Array:
+    """Scale and shift every channel.
+
+        y = x * scale + shift
+
+    With parameters of shape (N, C) every sample has its own: the modulation of
+    feature-wise linear modulation, adaptive instance norm and conditional batch
+    norm. (Perez et al., "FiLM: Visual Reasoning with a General Conditioning
+    Layer", 2018, equation 2.)
+
+    Parameters
+    ----------
+    x : array, shape (N, C, ...) with C at `channel_axis`; at least 2-D
+        float16, bfloat16, float32 or float64, any strides. A dense x is not
+        copied, in whatever order of its axes; with parameters of shape (N, C),
+        if the samples are the slowest in memory.
+    scale : array, shape (C,) or (N, C)
+        Dtype of x, float32 or float64, any strides.
+    shift : array, shape of scale, optional
+        Likewise. Missing, it counts as 0.
+    channel_axis : int
+        -1 for channels last; with parameters of shape (N, C) not 0, which is
+        the samples' axis.
+    out : array, optional
+        Where y goes: shape and dtype of x. May be x itself.
+
+    Returns
+    -------
+    y : array
+        Shape, dtype and memory order of x.
+
+    Raises
+    ------
+    ValueError
+        For shapes and values, and for an `out` that overlaps an input in part.
+    TypeError
+        For types and dtypes.
+        Nothing has been modified then.
+    """
+    given = out
+    (x, scale, shift, out), place = arrays.adopt(
+        ("x", "scale", "shift", "out"), x, scale, shift, out
+    )
+    layout = _layout(x, scale, channel_axis)
+    checks.parameter("shift", shift, layout.parameters_shape, "that of scale", x.dtype)
+    if out is not None:
+        checks.output(out, x, ("x",), x=x, scale=scale, shift=shift)
+
+    with place:
+        operands = arrays.Operands(place.xp, x, (x,), out, layout.leading)
+        (source,), order = operands.inputs, operands.order
+        if x.size > 0:
+            place.backend.transform.transform(
+                source, None, None, None, in_memory_order(scale, layout.parameters, order),
+                in_memory_order(shift, layout.parameters, order),
+                layout.geometry(source.shape, order), operands.out,
+            )  # fmt: skip
+        y = operands.finish()
+        return place.export(y) if given is None else given
+
+
+def scale_shift_backward(
+    dy: Array,
+    x: Array,
+    scale: Array,
+    *,
+    channel_axis: int = 1,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+    out: Array | None = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Gradients of `scale_shift_forward` with respect to x, scale and shift.
+
+        dx = dy * scale,    dscale = sum(dy * x),    dshift = sum(dy)
+
+    over all axes along which the parameters do not differ. (Perez et al.,
+    "FiLM: Visual Reasoning with a General Conditioning Layer", 2018, equation 2.)
+
+    Parameters
+    ----------
+    dy : array
+        Gradient with respect to y: shape and dtype of x.
+    x : array
+        What `scale_shift_forward` was given.
+    scale : array, shape (C,) or (N, C)
+        What it was given.
+    channel_axis : int
+        What it was given.
+    output_mask : three bools
+        Which of dx, dscale and dshift to compute; the others are None.
+    out : array, optional
+        Where dx goes: shape and dtype of x. May be dy or x itself.
+
+    Returns
+    -------
+    dx : array or None
+        Shape, dtype and memory order of x.
+    dscale, dshift : array, shape and dtype of scale, or None
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `scale_shift_forward`, and if dy and x do not belong together.
+    """
+    given = out
+    (dy, x, scale, out), place = arrays.adopt(("dy", "x", "scale", "out"), dy, x, scale, out)
+    layout = _layout(x, scale, channel_axis)
+    checks.same_as_input("dy", dy, x)
+    wanted = checks.mask(output_mask, "dx", "dscale", "dshift")
+    if out is not None:
+        checks.gradient_output(out, wanted[0], dy, x, scale=scale)
+
+    with place:
+        dx, dscale, dshift = gradients_of(
+            place, dy, x, None, None, None, scale, False, layout, wanted,
+            (scale.dtype, scale.dtype), out,
+        )  # fmt: skip
+        export = place.export
+        return export(dx) if given is None else given, export(dscale), export(dshift)
+
+
+def _layout(x: Any, scale: Any, channel_axis: Any) -> Layout:
+    axis, number, _ = channels_of(x, channel_axis)
+    checks.present("scale", scale)
+    per_sample = scale.ndim == 2
+    shape: tuple[int, ...] = (number,)
+    meaning = checks.ONE_A_CHANNEL
+    if per_sample:
+        checks.samples_first(axis, channel_axis, x.shape)
+        shape, meaning = (x.shape[0], number), f"{meaning} of every sample"
+    checks.parameter("scale", scale, shape, meaning, x.dtype)
+    return Layout(
+        statistics=(),
+        parameters=(0, axis) if per_sample else (axis,),
+        statistics_shape=(),
+        parameters_shape=shape,
+        meaning=meaning,
+        leading=1 if per_sample else 0,
+        geometry=lambda shape, order: scale_shift_geometry(shape, order.index(axis), per_sample),
+    )

@@ -1,0 +1,139 @@
+// Gradients of y = (x - mean) * inv_std * weight + bias, as far as all kernels share them.
+//
+// With mean and inv_std computed from n values of x, and sums over these,
+//   dx = inv_std * (weight * dy - sum(weight * dy) / n
+//                   - (x - mean) * inv_std^2 * sum(weight * dy * (x - mean)) / n)
+// (Ioffe and Szegedy, "Batch Normalization", 2015, section 3, where weight is the same for all
+// of them); the second term is absent for statistics about zero, both for given ones.
+#pragma once
+
+#include "reduce.cuh"
+
+// Sums of dy and dy * (x - mean), about the rounded mean.
+struct Sums {
+    double dy, dy_xmu;
+
+    __device__ void merge(const Sums& other) {
+        dy += other.dy;
+        dy_xmu += other.dy_xmu;
+    }
+
+    __device__ Sums times(double factor) const { return {dy * factor, dy_xmu * factor}; }
+
+    __device__ Sums down(int offset, int width) const {
+        return {__shfl_down_sync(ALL_LANES, dy, offset, width),
+                __shfl_down_sync(ALL_LANES, dy_xmu, offset, width)};
+    }
+
+    __device__ static Sums read(const double* partials, Offset i) {
+        return {::read(partials + 2 * i), ::read(partials + 2 * i + 1)};
+    }
+
+    __device__ void write(double* partials, Offset i) const {
+        ::write(partials + 2 * i, dy);
+        ::write(partials + 2 * i + 1, dy_xmu);
+    }
+};
+
+// Of one channel: dx = dy * scale + ((x - mean) * slope + offset); where parameters change
+// within runs (SPANS), dy counts `weight` times.
+struct Coefficients {
+    Accumulator mean, scale, slope, offset;
+
+    __device__ Coefficients from_lane_0() const {
+        return {__shfl_sync(ALL_LANES, mean, 0, GROUP_LANES),
+                __shfl_sync(ALL_LANES, scale, 0, GROUP_LANES),
+                __shfl_sync(ALL_LANES, slope, 0, GROUP_LANES),
+                __shfl_sync(ALL_LANES, offset, 0, GROUP_LANES)};
+    }
+};
+
+struct BackwardArguments {
+    const Element *dy, *x;
+    Element* dx;                                  // may be absent
+    const Accumulator *mean, *residual, *inv_std; // absent: 0 and 1
+    Parameter weight;
+    double* partials;                             // sums of `parts` parts of every channel
+    // Sums that are known: of every channel; where it shares statistics or parameters change
+    // within it, of weight times dy over every statistic.
+    const Accumulator *given_dy, *given_dy_xmu;
+    // What is made of the sums; each may be absent.
+    Accumulator *sum_dy, *sum_dy_xmu;
+    Accumulator* gradients;                       // dweight, dbias of every sample, or block of them
+    Parameter dweight, dbias;
+    double count;                                 // n, on all ranks
+    double weight_offset;
+    long long centered;                           // 0: statistics about zero
+    long long block;                              // samples of a block (rows.cu)
+    Geometry geometry;
+    Cut cut;
+};
+
+__device__ inline Accumulator mean_of(const BackwardArguments& a, Offset channel) {
+    return a.mean == nullptr ? Accumulator(0) : read(a.mean + statistic_of(a.geometry, channel));
+}
+
+__device__ inline double residual_of(const BackwardArguments& a, Offset channel) {
+    return a.residual == nullptr ? 0.0 : read(a.residual + statistic_of(a.geometry, channel));
+}
+
+__device__ inline double inv_std_of(const BackwardArguments& a, Offset channel) {
+    return a.inv_std == nullptr ? 1.0 : read(a.inv_std + statistic_of(a.geometry, channel));
+}
+
+__device__ inline double weight_of(const BackwardArguments& a, Offset parameter) {
+    return a.weight.get(parameter, 1.0, a.weight_offset);
+}
+
+// Coefficients of a channel from the sums of weight times dy over its statistic.
+__device__ inline Coefficients combine(
+    const BackwardArguments& a, Offset channel, Offset parameter, const Sums& weighted
+) {
+    const double r = inv_std_of(a, channel);
+    const double scale = SPANS ? r : r * weight_of(a, parameter);
+    const double slope = -(r * r) * (weighted.dy_xmu * r / a.count);  // nothing overflows
+    double offset = 0.0;
+    if (a.centered)
+        offset = -r * (weighted.dy / a.count) - times_residual(residual_of(a, channel), slope);
+    return {mean_of(a, channel), static_cast<Accumulator>(scale),
+            static_cast<Accumulator>(slope), static_cast<Accumulator>(offset)};
+}
+
+__device__ inline void gradient_tile(
+    const BackwardArguments& a, const Work& work, const Tile& tile, const Vector (&dy)[TILE],
+    const Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS]
+) {
+    #pragma unroll
+    for (int i = 0; i < TILE; ++i) {
+        Accumulator weight[WIDTH];
+        if (SPANS) {
+            spread(a.weight, a.geometry, first_parameter(work, a.geometry), tile.access[i],
+                   1.0, a.weight_offset, weight);
+        }
+        Vector result;
+        #pragma unroll
+        for (int lane = 0; lane < WIDTH; ++lane) {
+            const Coefficients& c = coefficients[COLUMNS ? lane : 0];
+            const Accumulator scale = SPANS ? c.scale * weight[lane] : c.scale;
+            const Accumulator rest = (widen(x[i].lane[lane]) - c.mean) * c.slope + c.offset;
+            result.lane[lane] = narrow(widen(dy[i].lane[lane]) * scale + rest);
+        }
+        tile.access[i].store(a.dx, result);
+    }
+}
+
+// dx of all that a group of threads holds: of the last tile, which is in registers, and of those
+// before, which are on the shelf.
+__device__ inline void gradient_of_held(
+    const BackwardArguments& a, const Work& work, const Shelf& shelf, int last, const Tile& tile,
+    Vector (&dy)[TILE], Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS]
+) {
+    gradient_tile(a, work, tile, dy, x, coefficients);
+    Cursor cursor(a.geometry, a.cut, work);
+    for (int n = 0; n < last; ++n) {
+        const Tile held(cursor);
+        shelf.get(n, 0, dy, 2);
+        shelf.get(n, 1, x, 2);
+        gradient_tile(a, work, held, dy, x, coefficients);
+    }
+}
