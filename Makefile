@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: demo test lint bench wheel clean
+.PHONY: demo test lint bench bench-full wheel clean
 
 demo: .venv/installed-examples
 	$(BIN)/python examples/train_digits.py
@@ -20,7 +20,10 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 
 bench: .venv/installed-dev
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/run.py
+
+bench-full: .venv/installed-dev
+	$(BIN)/python benchmarks/run.py --full
 
 wheel: .venv/installed-dev
 	$(BIN)/python -m build

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from .cpu import memory as cpu_memory
+
 __all__ = ["Array"]
 
 #: An array of NumPy, CuPy or anything else that has ``__dlpack__``.
@@ -349,17 +351,18 @@ class Operands:
     def __init__(
         self, xp: Any, like: Any, inputs: tuple[Any, ...], out: Any | None, leading: int = 0
     ) -> None:
+        memory = cpu_memory if xp is np else xp
         self._xp = xp
         if all(map(is_plain, inputs)) and is_plain(like if out is None else out):
             self.order = tuple(range(like.ndim))  # the usual case, without detours
             self.inputs = inputs
-            self.out = xp.empty(like.shape, like.dtype) if out is None else out
+            self.out = memory.empty(like.shape, like.dtype) if out is None else out
             self._target = self._result = self.out
             return
-        self._result = xp.empty_like(like) if out is None else out
+        self._result = memory.empty_like(like) if out is None else out
         order = memory_order(self._result, leading)
         if order is None:  # given by the caller and with gaps, or other axes are the slowest
-            self._target = xp.empty(like.shape, like.dtype)
+            self._target = memory.empty(like.shape, like.dtype)
             order = tuple(range(like.ndim))
         else:
             self._target = self._result
@@ -372,7 +375,7 @@ class Operands:
         views = []
         for array in inputs:
             if not _lies_in(order, array):
-                copy = self._target if free else xp.empty_like(self._target)
+                copy = self._target if free else memory.empty_like(self._target)
                 free = False
                 xp.copyto(copy, array)
                 array = copy

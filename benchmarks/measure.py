@@ -1,0 +1,107 @@
+"""Timers: on the CPU's clock and on a GPU's, and the machine they ran on.
+
+A case is measured round by round. In each round every contender runs once, so that a busy
+neighbour disturbs all of them alike; medians and quartiles of the rounds are kept.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cunorm
+
+__all__ = ["machine", "on_cpu", "on_gpu"]
+
+Times = dict[Any, dict[str, float]]
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 101
+
+# A sample of a call that is over sooner is several calls: of so many seconds together.
+_SAMPLE = 1e-3
+
+
+def _summary(samples: list[float]) -> dict[str, float]:
+    return dict(zip(("low", "median", "high"), statistics.quantiles(samples, n=4), strict=True))
+
+
+def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
+    """Times of calls, in seconds, from about so many seconds of measuring.
+
+    Large arrays do not fit the caches, so that every call finds them cold; small ones are
+    called many times over and measured warm. Each call runs untimed before, because threads
+    of OpenMP (PyTorch's) spin on a core for a while after their work.
+    """
+    clock = time.perf_counter
+    repeats, once = {}, 0.0
+    for name, call in calls.items():
+        call()  # compiles
+        begin = clock()
+        call()
+        took = clock() - begin
+        repeats[name] = max(1, round(_SAMPLE / max(took, 1e-7)))
+        once += took * (1 + repeats[name])
+    rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(seconds / once)))
+    samples: dict[Any, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()
+            number = repeats[name]
+            begin = clock()
+            for _ in range(number):
+                call()
+            samples[name].append((clock() - begin) / number)
+    return {name: _summary(times) for name, times in samples.items()}
+
+
+def on_gpu(calls: dict[Any, Callable[[], Any]], seconds: float, flush: Any) -> Times:
+    """The same on the GPU's clock, with a cold second-level cache.
+
+    `flush` is an array of several times that cache's size. Filling it takes the GPU longer
+    than a call the host, so that no launch is waited for; reading it leaves nothing in the
+    cache to be written back.
+    """
+    import cupy
+
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+
+    def sample(call: Callable[[], Any]) -> float:
+        for _ in range(20):
+            flush.fill(0)
+        flush.max()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end)) * 1e-3
+
+    for call in calls.values():
+        call()
+        sample(call)
+    started = time.perf_counter()
+    samples = {name: [sample(call)] for name, call in calls.items()}
+    once = time.perf_counter() - started
+    for _ in range(max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(seconds / once))) - 1):
+        for name, call in calls.items():
+            samples[name].append(sample(call))
+    return {name: _summary(times) for name, times in samples.items()}
+
+
+def machine(torch: Any) -> dict[str, Any]:
+    """What the figures are measured on."""
+    text = io.StringIO()
+    cunorm.show_config(text)
+    described: dict[str, Any] = dict(
+        re.split(" {2,}", line, maxsplit=1) for line in text.getvalue().splitlines()
+    )
+    described["torch"] = torch.__version__ if torch else "not installed"
+    described["torch threads"] = torch.get_num_threads() if torch else 0
+    described["cores"] = os.cpu_count()
+    described["system"] = platform.platform()
+    return described

@@ -1,0 +1,148 @@
+"""The benchmark: all norms beside a copy of the same bytes, plain code and other libraries.
+
+    python benchmarks/run.py [--full] [--gpu] [--only TEXT] [--seconds 3] [--compiled]
+                             [--output FOLDER] [--save-baseline]
+
+In one run, interleaved, on NumPy's arrays or with --gpu on CuPy's. The table goes to standard
+output and, with JSON, a Markdown file and two plots, into FOLDER (benchmarks/results/). What is
+slower beside the copy than in benchmarks/baseline.json, where that is of the same processor, is
+named at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import contenders
+import measure
+import numpy as np
+import report
+from cases import FULL, QUICK, Case
+from tqdm import tqdm
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+HERE = Path(__file__).parent
+BASELINE = HERE / "baseline.json"
+
+#: What no cache that a process has for itself holds.
+LARGE = {"cpu": 32 << 20, "gpu": 64 << 20}
+
+
+def result_of(
+    case: Case, xp: Any, timer: Callable[[Any], Any], compiled: bool = False
+) -> dict[str, Any]:
+    """One case measured, as it is in the JSON."""
+    calls = contenders.calls_of(case, xp, torch, compiled)
+    times = timer(calls)
+    operations: dict[str, Any] = {operation: {} for operation in case.operations}
+    for (operation, contender), summary in times.items():
+        if operation in operations:
+            operations[operation][contender] = summary
+    return {
+        "case": case._asdict(),
+        "bytes": case.elements * contenders.dtype_of(case).itemsize,
+        "copy": times[contenders.COPY],
+        "operations": operations,
+    }
+
+
+def gpu_timer(seconds: float) -> Callable[[Any], Any]:
+    """Times calls on the current GPU."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    flush = cupy.empty(4 * properties["l2CacheSize"], cupy.uint8)
+    return lambda calls: measure.on_gpu(calls, seconds, flush)
+
+
+def save(record: dict[str, Any], folder: Path, name: str) -> list[report.Row]:
+    """Write the record, its table and plots, and print what there is to see."""
+    found = report.rows(record["results"])
+    table, short = report.markdown(found), report.summary(found, LARGE[record["backend"]])
+    machine = record["machine"]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['backend']}-{name}"
+    title = f"cunorm {machine['cunorm']} on {record['device']}, {record['date'][:10]}"
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    path.with_suffix(".md").write_text(f"# {title}\n\n{short}\n\n{table}\n")
+    report.plot(found, title, path)
+    print(f"{table}\n\n{short}\n\nfull figures: {path}.json, .md, -copy.png, -rivals.png")
+    return found
+
+
+def compare(record: dict[str, Any], found: list[report.Row]) -> None:
+    """Name what got slower than the baseline."""
+    if not BASELINE.exists():
+        print(f"no {BASELINE.name} to compare with")
+        return
+    before = json.loads(BASELINE.read_text())
+    if before["device"] != record["device"]:
+        print(f"{BASELINE.name} is of another processor, {before['device']}: not compared")
+        return
+    slower = report.regressions(found, report.rows(before["results"]))
+    print("\n".join(["slower than the baseline:", *slower]) if slower else "nothing got slower")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="all cases instead of a few of each")
+    parser.add_argument("--gpu", action="store_true", help="on CuPy arrays")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of measuring a case (3)")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile too, on a GPU")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for results")
+    parser.add_argument("--save-baseline", action="store_true", help=f"as {BASELINE.name} as well")
+    options = parser.parse_args()
+    chosen = [case for case in (FULL if options.full else QUICK) if options.only in str(case)]
+    if not chosen:
+        parser.error(f"--only: no case has {options.only!r} in its name")
+    described = measure.machine(torch)
+    if options.gpu:
+        import cupy as xp
+
+        timer = gpu_timer(options.seconds)
+        device = xp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    else:
+        xp, device = np, described["processor"]
+
+        def timer(calls: Any) -> Any:
+            return measure.on_cpu(calls, options.seconds)
+
+    now = datetime.now(UTC)
+    record: dict[str, Any] = {
+        "date": now.isoformat(timespec="seconds"),
+        "backend": "gpu" if options.gpu else "cpu",
+        "device": device,
+        "machine": described,
+        "unit": "s",
+        "results": [],
+    }
+    began = time.monotonic()
+    progress = tqdm(chosen, unit="case")
+    for case in progress:
+        progress.set_postfix_str(str(case))
+        record["results"].append(result_of(case, xp, timer, options.compiled))
+        gc.collect()  # the arrays of a case go before those of the next come
+        if options.gpu:
+            xp.get_default_memory_pool().free_all_blocks()
+    name = f"{now:%Y-%m-%d}{'-full' if options.full else ''}"
+    found = save(record, options.output, name)
+    print(f"{len(chosen)} cases in {time.monotonic() - began:.0f} s")
+    compare(record, found)
+    if options.save_baseline:
+        BASELINE.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

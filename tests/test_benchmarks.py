@@ -1,0 +1,181 @@
+"""The benchmarks compare like with like, and say what they measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+
+import contenders  # noqa: E402
+import predict  # noqa: E402
+import report  # noqa: E402
+from cases import FULL, QUICK, Case  # noqa: E402
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+SMALL = [
+    Case("batch_norm", (6, 4, 5, 3)),
+    Case("batch_norm", (6, 5, 3, 4), channel_axis=-1),
+    Case("batch_norm", (16, 7)),
+    Case("group_norm", (3, 8, 5), groups=2),
+    Case("group_norm", (3, 5, 8), channel_axis=-1, groups=2),
+    Case("instance_norm", (3, 4, 5, 6)),
+    Case("instance_norm", (3, 5, 6, 4), channel_axis=-1),
+    Case("layer_norm", (7, 12)),
+    Case("rms_norm", (7, 12)),
+    Case("scale_shift", (3, 4, 5, 6)),
+    Case("scale_shift", (3, 4, 5, 6), per_sample=True),
+    Case("scale_shift", (3, 5, 6, 4), channel_axis=-1),
+]
+
+
+def arrays_of(case, result):
+    """Arrays of a call's result: y, or the gradients, with channels where the case has them."""
+    values = result if isinstance(result, tuple) else (result,)
+    values = [v for v in values if isinstance(v, np.ndarray) or hasattr(v, "detach")]
+    values = [v if isinstance(v, np.ndarray) else v.detach().numpy() for v in values]
+    found = []
+    for value in values:
+        if value.ndim == len(case.shape) and value.shape != case.shape:
+            value = np.moveaxis(value, 1, -1)  # PyTorch's
+        found.append(value if value.shape == case.shape else value.reshape(case.parameters_shape))
+    return found
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_contenders_agree(case):
+    calls = contenders.calls_of(case, np, torch)
+    assert contenders.COPY in calls
+    for operation in reversed(case.operations):  # training changes running statistics
+        named = {name: call for (o, name), call in calls.items() if o == operation}
+        assert {contenders.OUT, contenders.FRESH, "NumPy"} <= set(named)
+        assert torch is None or "PyTorch" in named
+        results = {name: arrays_of(case, call()) for name, call in named.items()}
+        ours = results[contenders.FRESH]
+        for name, others in results.items():
+            assert len(others) >= len(ours), name  # RMS norm has no dbias
+            for a, b in zip(ours, others, strict=False):
+                np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4, err_msg=f"{case}, {name}")
+
+
+def test_cases():
+    assert len(set(FULL)) == len(FULL)
+    assert len(set(QUICK)) == len(QUICK)
+    norms = {case.norm for case in FULL}
+    assert norms == {case.norm for case in QUICK}
+    for case in (Case("batch_norm", (64, 56, 56, 256), "float16", -1),
+                 Case("group_norm", (256, 512, 56, 56), groups=32),
+                 Case("scale_shift", (64, 256, 64, 64), per_sample=True),
+                 Case("rms_norm", (131072, 128), "bfloat16")):  # fmt: skip
+        assert case in FULL
+    grid = [c for c in FULL if c.norm == "batch_norm" and c.shape[:2] == (128, 1024)]
+    assert {c.shape[2:] for c in grid if c.channel_axis == 1} >= {(16,), (256,)}
+
+
+def result(case, copy, ours, rival, spread=0.05):
+    def times(seconds):
+        return {"low": seconds * (1 - spread), "median": seconds, "high": seconds * (1 + spread)}
+
+    return {
+        "case": case._asdict(),
+        "bytes": 4 * case.elements,
+        "copy": times(copy),
+        "operations": {
+            "forward": {
+                contenders.OUT: times(ours),
+                contenders.FRESH: times(2 * ours),
+                "rival": times(rival),
+            }
+        },
+    }
+
+
+def test_report():
+    first, second = SMALL[0], SMALL[1]
+    found = report.rows([result(first, 1e-3, 2e-3, 8e-3), result(second, 1e-3, 4e-3, 4e-3)])
+    assert [row.case for row in found] == [first, second]
+    assert found[0].nbytes == 2 * 4 * first.elements
+    assert found[0].to_copy == pytest.approx(2)
+    assert found[0].percent == pytest.approx(50)
+    assert found[0].worst == pytest.approx(2)
+    assert found[1].worst == pytest.approx(0.5)
+    lines = report.markdown(found).splitlines()
+    assert str(second) in lines[2]  # it loses
+    assert str(first) in lines[3]
+    assert "1.00 times ours" in report.summary(found, 1 << 30)
+    assert f"worst {second}, forward: 0.50" in report.summary(found, 1 << 30)
+    assert "2.83 × the copy" in report.summary(found, 1)
+
+
+def test_regressions():
+    def measured(ours, spread=0.05):
+        return report.rows([result(SMALL[0], 1e-3, ours, 1e-3, spread)])
+
+    before = measured(2e-3)
+    assert report.regressions(measured(2.1e-3), before) == []
+    assert report.regressions(measured(1e-3), before) == []
+    assert report.regressions(measured(3e-3, spread=0.3), before) == []  # noise
+    slower = report.regressions(measured(3e-3), before)
+    assert slower == [f"{SMALL[0]}, forward: 2.00 × the copy before, 3.00 now"]
+    other = report.rows([result(SMALL[1], 1e-3, 9e-3, 1e-3)])
+    assert report.regressions(other, before) == []
+
+
+def test_plots(tmp_path):
+    found = report.rows([result(case, 1e-3, 2e-3, 8e-3) for case in SMALL])
+    for path in report.plot(found, "title", tmp_path / "cpu"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("case", "operation", "passes", "launches"),
+    [
+        (Case("batch_norm", (64, 512, 28, 28), "float16"), "forward", 2, 1),
+        (Case("batch_norm", (64, 512, 28, 28), "float16"), "backward", 3, 1),
+        (Case("batch_norm", (64, 2, 1024, 1024)), "forward", 3, 3),
+        (Case("batch_norm", (64, 2, 1024, 1024)), "inference", 2, 1),
+        (Case("batch_norm", (64, 2, 1024, 1024)), "backward", 5, 3),
+        (Case("layer_norm", (1024, 12288)), "forward", 2, 1),
+        (Case("layer_norm", (1024, 12288)), "backward", 3, 2),
+        (Case("layer_norm", (2, 1 << 22)), "forward", 3, 3),
+        (Case("layer_norm", (2, 1 << 22)), "backward", 5, 4),
+        (Case("scale_shift", (64, 256, 64, 64)), "forward", 2, 1),
+        (Case("scale_shift", (64, 256, 64, 64)), "backward", 3, 2),
+    ],
+    ids=str,
+)
+def test_predictions(case, operation, passes, launches):
+    gpu = next(gpu for gpu in predict.GPUS if gpu.name == "H200")
+    predicted = predict.predicted(case, operation, gpu)
+    assert predicted[:2] == (passes, launches)
+    size = predict.dtype_of(case).itemsize * case.elements
+    assert predicted.seconds == pytest.approx(passes * size / 4.8e12 + launches * 3e-6)
+
+
+def test_run(tmp_path):
+    command = [sys.executable, FOLDER / "run.py", "--only", "8×16×4×4", "--seconds", "0.01"]
+    done = subprocess.run(
+        [*command, "--output", tmp_path], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert "batch norm 8×16×4×4 float32" in done.stdout
+    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    (measured,) = record["results"]
+    assert set(measured["operations"]) == {"forward", "inference", "backward"}
+    assert all(
+        t["low"] <= t["median"] <= t["high"]
+        for times in measured["operations"].values()
+        for t in times.values()
+    )
+    assert record["machine"]["processor"]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+    failed = subprocess.run([*command[:-3], "nothing"], capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 2
+    assert "--only" in failed.stderr
