@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-from cases import Case
+from shapes import Case
 
 import cunorm
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import measure
 import run
-from cases import HUGE, QUICK, RESNET, Case
+from shapes import HUGE, QUICK, RESNET, Case
 
 import cunorm
 from cunorm import arrays

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from cases import HUGE, QUICK, RESNET, Case
 from contenders import dtype_of
+from shapes import HUGE, QUICK, RESNET, Case
 
 from cunorm import geometry
 from cunorm.cuda import backward, source, transform

@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cases import PASSES, Case
 from contenders import FRESH, OUT
+from shapes import PASSES, Case
 
 __all__ = ["Row", "markdown", "plot", "regressions", "rows", "summary"]
 

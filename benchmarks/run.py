@@ -24,7 +24,7 @@ import contenders
 import measure
 import numpy as np
 import report
-from cases import FULL, QUICK, Case
+from shapes import FULL, QUICK, Case
 from tqdm import tqdm
 
 try:

@@ -290,12 +290,13 @@ def memory_order(array: Any, leading: int = 0) -> tuple[int, ...] | None:
 
 
 def _is_aligned(array: Any) -> bool:
-    return not isinstance(array, np.ndarray) or array.flags.aligned  # see device_of_all
+    return getattr(array.flags, "aligned", True)  # CuPy's are: see device_of_all
 
 
 def is_plain(array: Any) -> bool:
     """Whether an array is C-contiguous and aligned, as kernels need it."""
-    return bool(array.flags.c_contiguous) and _is_aligned(array)
+    flags = array.flags
+    return flags.c_contiguous and getattr(flags, "aligned", True)
 
 
 def _lies_in(order: tuple[int, ...], array: Any) -> bool:

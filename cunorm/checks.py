@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from numbers import Real
@@ -52,7 +52,9 @@ def _shown(value: Any) -> str:
 
 def flag(name: str, value: Any) -> bool:
     """A boolean, and nothing that merely counts as one."""
-    if not isinstance(value, (bool, np.bool_)):
+    if value is True or value is False:  # as a rule
+        return value
+    if not isinstance(value, np.bool_):
         raise TypeError(f"{name}: expected True or False, got {_shown(value)}")
     return bool(value)
 
@@ -161,9 +163,10 @@ def writable(name: str, array: np.ndarray | None) -> None:
     """The array can be written: it is not read-only and no two elements share memory."""
     if array is None:
         return
-    if not getattr(array.flags, "writeable", True):  # CuPy's arrays always are
+    flags = array.flags
+    if not getattr(flags, "writeable", True):  # CuPy's arrays always are
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    if array.flags.c_contiguous or array.flags.f_contiguous:
+    if flags.c_contiguous or flags.f_contiguous:
         return
     reach = array.itemsize
     for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
@@ -255,6 +258,8 @@ def _real(name: str, value: Any, expected: str) -> float:
 
 def not_negative(name: str, value: Any) -> float:
     """A finite number of at least zero."""
+    if type(value) is float and 0.0 <= value < math.inf:  # as a rule
+        return value
     number = _real(name, value, "a number of at least 0")
     if not 0.0 <= number < math.inf:
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
@@ -278,8 +283,31 @@ def _fraction(name: str, value: Any) -> float:
 
 def separate(running_mean: Any, running_var: Any, **inputs: Any) -> None:
     """The running statistics, which are written, lie apart from each other and the inputs."""
+    if running_mean is running_var is None:
+        return
+    if _own_memory((running_mean, running_var), inputs.values()):
+        return
     _apart("running_mean", running_mean, inputs)
     _apart("running_var", running_var, {"running_mean": running_mean, **inputs})
+
+
+def _own_memory(written: Iterable[Any], read: Iterable[Any]) -> bool:
+    """Whether these are NumPy arrays, each with memory of its own.
+
+    A quick answer for the usual case; False may mean anything.
+    """
+    known = set()
+    for array in written:
+        if array is not None:
+            if type(array) is not np.ndarray or not array.flags.owndata or id(array) in known:
+                return False
+            known.add(id(array))
+    for array in read:
+        if array is not None and (
+            type(array) is not np.ndarray or array.base is not None or id(array) in known
+        ):
+            return False
+    return True
 
 
 def _apart(name: str, array: Any, others: dict[str, Any]) -> None:

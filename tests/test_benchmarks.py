@@ -14,7 +14,7 @@ sys.path.insert(0, str(FOLDER))
 import contenders  # noqa: E402
 import predict  # noqa: E402
 import report  # noqa: E402
-from cases import FULL, QUICK, Case  # noqa: E402
+from shapes import FULL, QUICK, Case  # noqa: E402
 
 try:
     import torch

@@ -126,6 +126,26 @@ def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
         np.testing.assert_array_equal(y, expected)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3, 7])
+@pytest.mark.parametrize("tasks", [0, 1, 2, 5, 20])
+@pytest.mark.parametrize("name", ["next_task", "last_task"])
+def test_queue(name, tasks, slots):
+    """Every task is taken once, one's own first and in order, whoever else comes."""
+    from cunorm.cpu import elements, threads
+
+    take = getattr(elements, name)
+    for me in range(slots):
+        queue = threads._queue(tasks, slots)
+        first, end = tasks * me // slots, tasks * (me + 1) // slots
+        taken = []
+        while (task := take(queue, me)) >= 0:
+            taken.append(task)
+        assert sorted(taken) == list(range(tasks))
+        own = list(range(first, end))
+        assert taken[: len(own)] == (own if name == "next_task" else own[::-1])
+        assert all(take(queue, other) == -1 for other in range(slots))
+
+
 def test_interrupted_wait(threads):
     """Ctrl-C while helpers work: it comes through, but not before they are out."""
     from cunorm.cpu import threads as module
@@ -133,14 +153,14 @@ def test_interrupted_wait(threads):
     threads(2)
     inside = []
 
-    def kernel(_counter, _tasks, release):
+    def kernel(_queue, _me, release):
         inside.append(threading.current_thread())
         if threading.current_thread() is not threading.main_thread():
             release.wait(60)
         inside.remove(threading.current_thread())
 
     release = threading.Event()
-    call = module._Call(kernel, 5, (release,))
+    call = module._Call(kernel, 5, 2, (release,))
     helper = threading.Thread(target=call.help)
     helper.start()
     while not inside:
@@ -156,7 +176,7 @@ def test_interrupted_wait(threads):
     with pytest.raises(KeyboardInterrupt):
         call.close()
     assert not inside
-    assert call._counter[0] == 5  # no new tasks were taken
+    assert (call._queue[:, 0] >= call._queue[:, 1]).all()  # no new tasks were taken
     call.help()  # too late: nothing happens
     assert not inside
     helper.join()
@@ -167,7 +187,7 @@ def test_error_in_a_helper_reaches_the_caller(threads):
 
     threads(2)
 
-    def kernel(_counter, _tasks):
+    def kernel(_queue, _me):
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError("in a helper")
         while helped.wait(60) is False:

@@ -24,6 +24,7 @@ from .elements import (
     device_function,
     flat,
     kernel,
+    last_task,
     load,
     load_scratch,
     next_task,
@@ -137,7 +138,7 @@ def _segments_part(
 
 @kernel
 def _reduce_segments(
-    counter, tasks, dy, x, dx, mean, inv_std, weight, partials, streaming,
+    queue, me, dy, x, dx, mean, inv_std, weight, partials, streaming,
     batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
@@ -147,8 +148,8 @@ def _reduce_segments(
     """
     units = batch * group * parts
     zero = as_accumulator(x, 0.0)
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             channel, part, base = segments_unit(unit, outer, group, inner, parts)
             statistic = channel // members
@@ -161,7 +162,7 @@ def _reduce_segments(
                 scale, streaming,
             )  # fmt: skip
             partials[channel, part, 0], partials[channel, part, 1] = sums
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 @device_function
@@ -188,14 +189,14 @@ def _segments_gradient(
 
 @kernel
 def _gradient_segments(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
+    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
     streaming, batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
-    task = tasks - 1 - next_task(counter)
+    task = last_task(queue, me)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             channel, part, base = segments_unit(unit, outer, group, inner, parts)
@@ -210,12 +211,12 @@ def _gradient_segments(
                 _scale(x, statistic, channel % parameters, inv_std, weight),
                 slope, offset, streaming,
             )  # fmt: skip
-        task = tasks - 1 - next_task(counter)
+        task = last_task(queue, me)
 
 
 @kernel
 def _backward_segments(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
     batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
@@ -225,8 +226,8 @@ def _backward_segments(
     count = np.float64(outer * members * inner)
     stride = group * inner
     zero = as_accumulator(x, 0.0)
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
             center = load(mean, statistic)
             first = statistic * members % parameters
@@ -252,7 +253,7 @@ def _backward_segments(
                     center, _scale(x, statistic, first + member, inv_std, weight),
                     slope, offset, streaming,
                 )  # fmt: skip
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 # --- columns ------------------------------------------------------------------
@@ -359,7 +360,7 @@ def _spread_scales(
 
 @kernel
 def _reduce_columns(
-    counter, tasks, dy, x, dx, mean, inv_std, weight, partials, streaming, members, parameters,
+    queue, me, dy, x, dx, mean, inv_std, weight, partials, streaming, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -373,8 +374,8 @@ def _reduce_columns(
     block_scale, zero = scratch(x, most), scratch(x, most)
     zero[:] = 0.0
     length = inner // members
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         statistic, channels, part, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
@@ -393,7 +394,7 @@ def _reduce_columns(
             sums = _channel_sums(channel, channels * members, fold, length, total_dy, total_dy_xmu)
             partials[statistic * members + channel, part, 0] = sums[0]
             partials[statistic * members + channel, part, 1] = sums[1]
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 @device_function
@@ -454,7 +455,7 @@ def _spread_shares(
 
 @kernel
 def _gradient_columns(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
+    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
     streaming, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -462,7 +463,7 @@ def _gradient_columns(
     most = fold * block_channels * inner
     block_mean, block_scale = scratch(x, most), scratch(x, most)
     block_slope, block_offset = scratch(x, most), scratch(x, most)
-    task = tasks - 1 - next_task(counter)
+    task = last_task(queue, me)
     while task >= 0:
         statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
@@ -479,12 +480,12 @@ def _gradient_columns(
             dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, block_mean, block_scale, block_slope, block_offset, streaming,
         )  # fmt: skip
-        task = tasks - 1 - next_task(counter)
+        task = last_task(queue, me)
 
 
 @kernel
 def _backward_columns(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
     members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -497,8 +498,8 @@ def _backward_columns(
     sums = np.empty((block_channels * members, 2))
     stride = fold * group * inner
     length = inner // members
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         statistic, channels, _, start, _, _ = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
         )
@@ -535,7 +536,7 @@ def _backward_columns(
             dy, x, dx, start, stride, rows, width, tail_rows * channels * inner,
             block_mean, block_scale, block_slope, block_offset, streaming,
         )  # fmt: skip
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 # --- both ---------------------------------------------------------------------

@@ -39,11 +39,11 @@ _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 
 #: A function that kernels call, compiled into them. Calls of those that the compiler thinks
 #: too large would count references to every array that they take, in atomic operations.
-device_function = njit(forceinline=True, **_OPTIONS)
+device_function = njit(forceinline=True, _nrt=False, **_OPTIONS)
 
 #: The same without contraction: the same bits whatever code it is compiled into.
 #: Several kernels fold the same partial results and must agree about them.
-strict_function = njit(forceinline=True, nogil=True, error_model="numpy")
+strict_function = njit(forceinline=True, _nrt=False, nogil=True, error_model="numpy")
 
 
 def kernel(function):
@@ -181,15 +181,52 @@ def as_accumulator(typing_context, array, value):
 
 
 @intrinsic
-def next_task(typing_context, counter):
-    """Take the next task number: an atomic ``counter[0]++`` that returns the old value."""
+def _take(typing_context, queue, slot):
+    """An atomic ``queue[slot, 0]++`` that returns the old value."""
 
     def generate(context, builder, signature, arguments):
         struct = context.make_array(signature.args[0])(context, builder, arguments[0])
+        two = ir.Constant(ir.IntType(64), 2)
+        place = builder.gep(struct.data, [builder.mul(arguments[1], two)], inbounds=True)
         one = ir.Constant(ir.IntType(64), 1)
-        return builder.atomic_rmw("add", struct.data, one, "monotonic")
+        return builder.atomic_rmw("add", place, one, "monotonic")
 
-    return types.int64(counter), generate
+    return types.int64(queue, types.intp), generate
+
+
+@device_function
+def _claim(queue, me):
+    """(slot, task) of a task that is still to be had; the task is -1 if there is none."""
+    slots = queue.shape[0]
+    for i in range(me, me + slots):
+        slot = i - slots if i >= slots else i
+        if queue[slot, 0] < queue[slot, 1]:
+            task = _take(queue, slot)
+            if task < queue[slot, 1]:
+                return slot, task
+    return 0, -1
+
+
+@device_function
+def next_task(queue, me):
+    """Take a task, or -1 if none is left.
+
+    ``queue[i]`` is (next, end) of those that thread i has the first claim to. So neighbouring
+    tasks, whose data are neighbours too, come to one thread, and in calls of the same size
+    always to the same, whose caches may still have them.
+    """
+    _, task = _claim(queue, me)
+    return task
+
+
+@device_function
+def last_task(queue, me):
+    """The same, of every thread's tasks the last one first."""
+    slot, task = _claim(queue, me)
+    if task < 0:
+        return task
+    begin = queue[slot - 1, 1] if slot > 0 else 0
+    return begin + queue[slot, 1] - 1 - task
 
 
 @intrinsic
@@ -250,7 +287,8 @@ def flat(array: np.ndarray) -> np.ndarray:
     A read-only array becomes one that looks writable, because Numba would
     compile every kernel anew for it. Kernels write to outputs alone.
     """
-    array = array.reshape(-1)
+    if array.ndim != 1:
+        array = array.reshape(-1)
     if array.itemsize == 2:
         array = array.view(np.uint16 if array.dtype == np.float16 else np.int16)
     if not array.flags.writeable:

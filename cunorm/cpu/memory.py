@@ -73,9 +73,8 @@ def _take(nbytes: int) -> mmap.mmap:
     return block
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """An uninitialized NumPy array, in kept memory if it is large."""
-    dtype = np.dtype(dtype)
     number = prod(shape)
     if number * dtype.itemsize < LARGE_BYTES or _FREE is None:
         return np.empty(shape, dtype)

@@ -18,6 +18,7 @@ from .elements import (
     as_accumulator,
     device_function,
     kernel,
+    last_task,
     load,
     load_scratch,
     next_task,
@@ -119,13 +120,13 @@ def _coefficients(x, row, mean, residual, inv_std):
 
 @kernel
 def normalize_rows(
-    counter, tasks, x, y, weight, bias, eps, statistics, centered, streaming,
+    queue, me, x, y, weight, bias, eps, statistics, streaming, centered,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g; `statistics` gets what `save` writes."""
     of_rows = (statistics[0], statistics[2], statistics[1])
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         g = task % number
         first = task // number * block
         for row in range(first * number + g, min(batch, first + block) * number, number):
@@ -136,38 +137,38 @@ def normalize_rows(
                 count, mean, m2 = np.float64(length), 0.0, _squares(x, base, length, chunk_length)
             save(statistics, row, count, mean, m2, eps)
             _transform(x, y, base, base + length, row, g, length, of_rows, weight, bias, streaming)
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 @kernel
 def squares_rows(
-    counter, tasks, x, partials, batch, number, length, chunk_length, pieces, block, blocks
+    queue, me, x, partials, batch, number, length, chunk_length, pieces, block, blocks
 ):
     """A task is one piece of a row; `partials[row, piece]` gets (count, 0, sum of squares)."""
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         row, piece = task // pieces, task % pieces
         size = min(chunk_length, length - piece * chunk_length)
         partials[row, piece, 0] = size
         partials[row, piece, 1] = 0.0
         partials[row, piece, 2] = _run_squares(x, row * length + piece * chunk_length, size)
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 @kernel
 def transform_rows(
-    counter, tasks, x, y, mean, residual, inv_std, weight, bias, streaming,
+    queue, me, x, y, mean, residual, inv_std, weight, bias, streaming,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
     of_rows = (mean, residual, inv_std)
-    task = tasks - 1 - next_task(counter)
+    task = last_task(queue, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
         start = row * length + piece * chunk_length
         end = min(start + chunk_length, (row + 1) * length)
         _transform(x, y, start, end, row, row % number, length, of_rows, weight, bias, streaming)
-        task = tasks - 1 - next_task(counter)
+        task = last_task(queue, me)
 
 
 # --- backward -----------------------------------------------------------------
@@ -228,7 +229,7 @@ def _clear(dweight, dbias, length):
 
 @kernel
 def backward_rows(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
+    queue, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
     streaming, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g.
@@ -237,8 +238,8 @@ def backward_rows(
     """
     statistics = (mean, residual, inv_std)
     dweight, dbias = scratch(x, length), scratch(x, length)
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         g = task % number
         first = task // number * block
         _clear(dweight, dbias, length)
@@ -262,12 +263,12 @@ def backward_rows(
         if gradients:
             partials[task // number, 0, g * length : (g + 1) * length] = dweight
             partials[task // number, 1, g * length : (g + 1) * length] = dbias
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 @kernel
 def reduce_rows(
-    counter, tasks, dy, x, mean, residual, inv_std, weight, sums, partials,
+    queue, me, dy, x, mean, residual, inv_std, weight, sums, partials,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of the rows of one g in all samples.
@@ -276,8 +277,8 @@ def reduce_rows(
     """
     dweight, dbias = scratch(x, chunk_length), scratch(x, chunk_length)
     total_dweight, total_dbias = np.empty(chunk_length), np.empty(chunk_length)
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         g, piece = task // pieces, task % pieces
         offset = piece * chunk_length
         size = min(chunk_length, length - offset)
@@ -298,17 +299,17 @@ def reduce_rows(
         start = g * length + offset
         partials[0, 0, start : start + size] = total_dweight[:size]
         partials[0, 1, start : start + size] = total_dbias[:size]
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 @kernel
 def gradient_rows(
-    counter, tasks, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming,
+    queue, me, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
     statistics = (mean, residual, inv_std)
-    task = tasks - 1 - next_task(counter)
+    task = last_task(queue, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
         total, products = 0.0, 0.0
@@ -320,7 +321,7 @@ def gradient_rows(
             dy, x, dx, start, min(start + chunk_length, (row + 1) * length), row, row % number,
             length, statistics, total, products, centered, weight, streaming,
         )  # fmt: skip
-        task = tasks - 1 - next_task(counter)
+        task = last_task(queue, me)
 
 
 @device_function
@@ -343,17 +344,17 @@ def _add_up(partials, k, inner, result, first, number, totals):
 
 
 @kernel
-def add_up_blocks(counter, tasks, partials, inner, dweight, dbias, chunk):
+def add_up_blocks(queue, me, partials, inner, dweight, dbias, chunk):
     """Sums of `partials` over blocks and `inner` elements a channel; a task is `chunk` channels.
 
     Either of dweight and dbias may be empty and is left out then.
     """
     totals = np.empty(chunk)
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         first = task * chunk
         if dweight.size:
             _add_up(partials, 0, inner, dweight, first, min(chunk, dweight.size - first), totals)
         if dbias.size:
             _add_up(partials, 1, inner, dbias, first, min(chunk, dbias.size - first), totals)
-        task = next_task(counter)
+        task = next_task(queue, me)

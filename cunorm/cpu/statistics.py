@@ -148,20 +148,20 @@ def segments_part(x, base, stride, outer, inner, chunk_rows, chunk_length, part_
 
 @kernel
 def _moments_segments(
-    counter, tasks, x, partials, batch, outer, group, inner,
+    queue, me, x, partials, batch, outer, group, inner,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; `partials[statistic, part]` gets (count, mean, m2)."""
     units = batch * group * parts
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             statistic, part, base = segments_unit(unit, outer, group, inner, parts)
             moments = segments_part(
                 x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks, part
             )
             _write_moments(partials, statistic, part, moments)
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 # --- columns: every position has moments of its own ---------------------------
@@ -278,15 +278,15 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
 
 @kernel
 def _moments_columns(
-    counter, tasks, x, partials, batch, outer, group, inner,
+    queue, me, x, partials, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
     most = fold * block_channels * inner
     center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
     mean, m2 = np.empty(most), np.empty(most)
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         statistic, channels, part, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
@@ -297,7 +297,7 @@ def _moments_columns(
         for channel in range(channels):
             moments = channel_of_columns(channel, channels, fold, inner, height, tail, mean, m2)
             _write_moments(partials, statistic + channel, part, moments)
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 # --- both ---------------------------------------------------------------------
@@ -395,20 +395,10 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     none = NONE[mean.dtype]
     mean_values = none if running_mean is None else dense(running_mean)
     var_values = none if running_var is None else dense(running_var)
-    _update_running(flat(mean_values), flat(var_values), flat(mean), flat(var), scale, factor)
+    _update_running(
+        flat(mean_values), flat(var_values), mean.reshape(-1), var.reshape(-1), scale, factor
+    )
     if running_mean is not None and mean_values is not running_mean:
         running_mean[...] = mean_values
     if running_var is not None and var_values is not running_var:
         running_var[...] = var_values
-
-
-@kernel
-def _inverse_deviation(var, eps, inv_std):
-    for i in range(var.size):
-        deviation = math.sqrt(np.float64(load(var, i)) + eps)
-        store(inv_std, i, as_accumulator(inv_std, 1.0 / deviation))
-
-
-def inverse_deviation(var, eps, inv_std):
-    """`inv_std` = 1 / sqrt(var + eps) of every channel."""
-    _inverse_deviation(flat(var), eps, inv_std)

@@ -1,9 +1,10 @@
 """Threads for the kernels.
 
 A kernel runs without the interpreter lock and takes its tasks from a shared
-atomic counter, so one call per thread is all it needs; which thread does which
-task never shows in the result. Numba's own parallel layers would abort the
-process in a forked child or when two Python threads use them at once.
+queue, so one call per thread is all it needs; which thread does which task never
+shows in the result. A thread takes neighbouring tasks, the same ones in calls of
+the same size, and then helps the others. Numba's own parallel layers would abort
+the process in a forked child or when two Python threads use them at once.
 
 The calling thread works too, and helpers that come when it has run out of tasks
 find the call closed. So a call waits for running work alone, never for a place
@@ -87,16 +88,17 @@ if hasattr(os, "register_at_fork"):
 class _Call:
     """One call of a kernel, in which helpers may take part until it is closed."""
 
-    def __init__(self, kernel: Any, tasks: int, arguments: tuple[Any, ...]) -> None:
-        self._counter = np.zeros(1, np.int64)
-        self._kernel, self._tasks, self._arguments = kernel, tasks, arguments
+    def __init__(self, kernel: Any, tasks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        self._queue = _queue(tasks, threads)
+        self._kernel, self._arguments = kernel, arguments
+        self._slots = 0  # of the queue that threads have taken
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
         self._helping = 0
         self._error: BaseException | None = None
 
-    def work(self) -> None:
-        self._kernel(self._counter, self._tasks, *self._arguments)
+    def work(self, slot: int = 0) -> None:
+        self._kernel(self._queue, slot, *self._arguments)
 
     def help(self) -> None:
         """What a thread of the pool does; nothing if it comes too late."""
@@ -104,9 +106,11 @@ class _Call:
             if self._closed:
                 return
             self._helping += 1
+            self._slots += 1
+            slot = self._slots
         error = None
         try:
-            self.work()
+            self.work(slot)
         except BaseException as raised:  # for the caller
             error = raised
         with self._changed:
@@ -125,7 +129,7 @@ class _Call:
                         self._changed.wait()
                 break
             except BaseException as raised:  # Ctrl-C: no new tasks, but wait for those begun
-                self._counter[0] = self._tasks
+                self._queue[:, 0] = self._queue[-1, 1]
                 interruption = raised
         raised_somewhere = interruption or self._error
         if raised_somewhere is not None:
@@ -147,13 +151,22 @@ def _call_helpers(call: _Call, helpers: int) -> None:
             return
 
 
+def _queue(tasks: int, threads: int) -> Any:
+    """Tasks in equal shares, as `next_task` takes them."""
+    queue = np.zeros((threads, 2), np.int64)
+    queue[-1, 1] = tasks
+    for slot in range(1, threads):
+        queue[slot - 1, 1] = queue[slot, 0] = tasks * slot // threads
+    return queue
+
+
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
-    """Call ``kernel(counter, tasks, *arguments)`` in as many threads as ``nbytes`` keep busy."""
+    """Call ``kernel(queue, me, *arguments)`` in as many threads as ``nbytes`` keep busy."""
     helpers = min(_threads, tasks, nbytes // _BYTES_PER_THREAD) - 1
     if helpers < 1:
-        kernel(np.zeros(1, np.int64), tasks, *arguments)
+        kernel(_queue(tasks, 1), 0, *arguments)
         return
-    call = _Call(kernel, tasks, arguments)
+    call = _Call(kernel, tasks, helpers + 1, arguments)
     try:
         _call_helpers(call, helpers)
         call.work()

@@ -7,15 +7,20 @@ once for the statistics and once more, from its end, for the transform.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import numpy as np
 
 from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
     as_accumulator,
+    dense,
     device_function,
     flat,
     kernel,
+    last_task,
     load,
     load_scratch,
     next_task,
@@ -39,7 +44,6 @@ from .statistics import (
     NONE,
     channel_of_columns,
     columns_moments,
-    inverse_deviation,
     merge_moments,
     merge_parts,
     parameter,
@@ -107,14 +111,14 @@ def segments_transform(
 
 @kernel
 def _transform_segments(
-    counter, tasks, x, y, mean, residual, inv_std, weight, bias, streaming,
+    queue, me, x, y, mean, residual, inv_std, weight, bias, streaming,
     batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
-    task = tasks - 1 - next_task(counter)
+    task = last_task(queue, me)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             channel, part, base = segments_unit(unit, outer, group, inner, parts)
@@ -127,12 +131,12 @@ def _transform_segments(
                 part * part_chunks, min(chunks, (part + 1) * part_chunks),
                 load(mean, statistic), scale, shift, streaming,
             )  # fmt: skip
-        task = tasks - 1 - next_task(counter)
+        task = last_task(queue, me)
 
 
 @kernel
 def _normalize_segments(
-    counter, tasks, x, y, weight, bias, eps, statistics, streaming, members, parameters,
+    queue, me, x, y, weight, bias, eps, statistics, streaming, members, parameters,
     batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` whole statistics; `statistics` gets what `save` writes.
@@ -143,8 +147,8 @@ def _normalize_segments(
     units = batch * group
     stride = group * inner
     length = inner // members
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
             _, _, base = segments_unit(statistic, outer, group, inner, 1)
             count, center, m2 = 0.0, 0.0, 0.0
@@ -164,7 +168,7 @@ def _normalize_segments(
                     x, y, base + member * length, stride, outer, length,
                     load_scratch(mean, statistic), scale, shift, streaming,
                 )  # fmt: skip
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 # --- columns ------------------------------------------------------------------
@@ -216,6 +220,19 @@ def _spread(
     """Every position's numbers from those of the channels whose statistics begin at one."""
     length = inner // members
     first = statistic * members % parameters
+    if inner == 1:  # a position is a channel: vectorized
+        for channel in range(channels):
+            s = statistic + channel
+            scale, shift = _coefficients(x, s, first + channel, residual, inv_std, weight, bias)
+            store(block_mean, channel, load_scratch(mean, s))
+            store(block_scale, channel, scale)
+            store(block_shift, channel, shift)
+        for copy in range(channels, fold * channels, channels):
+            for channel in range(channels):
+                store(block_mean, copy + channel, load_scratch(block_mean, channel))
+                store(block_scale, copy + channel, load_scratch(block_scale, channel))
+                store(block_shift, copy + channel, load_scratch(block_shift, channel))
+        return
     for channel in range(channels):
         s = statistic + channel
         spread(load_scratch(mean, s), channel, channels, fold, inner, block_mean)
@@ -227,14 +244,14 @@ def _spread(
 
 @kernel
 def _transform_columns(
-    counter, tasks, x, y, mean, residual, inv_std, weight, bias, streaming, members, parameters,
+    queue, me, x, y, mean, residual, inv_std, weight, bias, streaming, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
     most = fold * block_channels * inner
     block_mean, block_scale, block_shift = scratch(x, most), scratch(x, most), scratch(x, most)
-    task = tasks - 1 - next_task(counter)
+    task = last_task(queue, me)
     while task >= 0:
         statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
@@ -247,12 +264,12 @@ def _transform_columns(
             x, y, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, block_mean, block_scale, block_shift, streaming,
         )  # fmt: skip
-        task = tasks - 1 - next_task(counter)
+        task = last_task(queue, me)
 
 
 @kernel
 def _normalize_columns(
-    counter, tasks, x, y, weight, bias, eps, statistics, streaming, members, parameters,
+    queue, me, x, y, weight, bias, eps, statistics, streaming, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -264,8 +281,8 @@ def _normalize_columns(
     position_mean, position_m2 = np.empty(most), np.empty(most)
     moments = np.empty((block_channels, 3))
     stride = fold * group * inner
-    task = next_task(counter)
-    while task < tasks:
+    task = next_task(queue, me)
+    while task >= 0:
         statistic, channels, _, start, _, _ = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
         )
@@ -301,7 +318,7 @@ def _normalize_columns(
             x, y, start, stride, rows, width, tail_rows * channels * inner,
             block_mean, block_scale, block_shift, streaming,
         )  # fmt: skip
-        task = next_task(counter)
+        task = next_task(queue, me)
 
 
 @kernel
@@ -311,9 +328,52 @@ def _finish_normalization(partials, eps, statistics):
         save(statistics, statistic, count, center, m2, eps)
 
 
+@kernel
+def _given_statistics(running_mean, running_var, eps, statistics):
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
+    for i in range(mean.size):
+        center = np.float64(load(running_mean, i))
+        rounded = as_accumulator(mean, center)
+        low = center - np.float64(rounded)
+        deviation = math.sqrt(np.float64(load(running_var, i)) + eps)
+        store(mean, i, rounded)
+        store(inv_std, i, as_accumulator(mean, 1.0 / deviation))
+        store(residual, i, as_accumulator(mean, low if math.isfinite(low) else 0.0))
+
+
 # --- the verbs ----------------------------------------------------------------
 
 _NORMALIZE = {Segments: _normalize_segments, Columns: _normalize_columns}
+
+
+@lru_cache(maxsize=1024)
+def _sweep(geometry: Geometry, itemsize: int):
+    """(kernel, tasks, last arguments) to transform with given statistics."""
+    cut = plan(geometry, itemsize, 0)
+    if isinstance(cut, Rows):
+        return transform_rows, cut.tasks, (*row_extents(geometry), *cut.arguments)
+    if isinstance(cut, Segments):
+        return _transform_segments, cut.tasks, (*geometry, *cut.arguments)
+    return _transform_columns, cut.tasks, (
+        *geometry[4:], *geometry.merged()[:4], *cut.arguments,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int):
+    """The same to normalize whole statistics while they are near; None if that is not to be."""
+    cut = plan(geometry, itemsize, 1, centered)
+    if isinstance(cut, Rows):
+        if not cut.resident:
+            return None
+        arguments = (centered, *row_extents(geometry), *cut.arguments)
+        return normalize_rows, cut.resident_tasks, arguments
+    merged = statistics_plan(geometry, itemsize)
+    if not stays_near(merged, threads):
+        return None
+    return _NORMALIZE[type(merged)], merged.resident_tasks, (
+        *geometry[4:], *geometry.merged()[:4], *merged.arguments,
+    )  # fmt: skip
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
@@ -321,33 +381,20 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 
     Each of mean, residual, inv_std, weight and bias may be None.
     """
-    cut = plan(geometry, x.itemsize, 0)
+    kernel, tasks, last = _sweep(geometry, x.itemsize)
     dtype = statistics_dtype(x.dtype)
-    streaming = x.nbytes >= STREAMING_BYTES
-    arrays = (
-        flat(x), flat(out),
+    if kernel is transform_rows:
+        weight = row_parameter(weight, dtype, geometry, 1.0)
+        bias = row_parameter(bias, dtype, geometry, 0.0)
+    else:
+        weight, bias = parameter(weight, dtype), parameter(bias, dtype)
+    run(
+        kernel, tasks, 2 * x.nbytes, flat(x), flat(out),
         np.zeros(geometry.statistics, dtype) if mean is None else mean,
         NONE[dtype] if residual is None else residual,
         np.ones(geometry.statistics, dtype) if inv_std is None else inv_std,
+        weight, bias, x.nbytes >= STREAMING_BYTES, *last,
     )  # fmt: skip
-    if isinstance(cut, Rows):
-        run(
-            transform_rows, cut.tasks, 2 * x.nbytes, *arrays,
-            row_parameter(weight, dtype, geometry, 1.0), row_parameter(bias, dtype, geometry, 0.0),
-            streaming, *row_extents(geometry), *cut.arguments,
-        )  # fmt: skip
-    elif isinstance(cut, Segments):
-        run(
-            _transform_segments, cut.tasks, 2 * x.nbytes, *arrays,
-            parameter(weight, dtype), parameter(bias, dtype), streaming,
-            *geometry, *cut.arguments,
-        )  # fmt: skip
-    else:
-        run(
-            _transform_columns, cut.tasks, 2 * x.nbytes, *arrays,
-            parameter(weight, dtype), parameter(bias, dtype), streaming,
-            *geometry[4:], *geometry.merged()[:4], *cut.arguments,
-        )  # fmt: skip
 
 
 def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
@@ -357,15 +404,8 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     one array, in the accumulator type.
     """
     statistics = np.empty((3, geometry.statistics), statistics_dtype(x.dtype))
+    _given_statistics(flat(dense(running_mean)), flat(dense(running_var)), eps, statistics)
     mean, inv_std, residual = statistics
-    with np.errstate(all="ignore"):
-        mean[...] = running_mean
-        residual[...] = 0.0
-        if running_mean.dtype.itemsize > mean.itemsize:
-            np.subtract(
-                running_mean, mean, out=residual, where=np.isfinite(mean), casting="same_kind"
-            )
-    inverse_deviation(np.ascontiguousarray(running_var), eps, inv_std)
     transform(x, mean, residual, inv_std, weight, bias, geometry, out)
     return statistics
 
@@ -383,28 +423,25 @@ def normalize(
     """
     dtype = statistics_dtype(x.dtype)
     statistics = np.empty((4, geometry.statistics), dtype)
-    mean, inv_std, residual, var = statistics
-    streaming = x.nbytes >= STREAMING_BYTES
-    cut = plan(geometry, x.itemsize, 1, centered)
-    merged = statistics_plan(geometry, x.itemsize)
     if weight is not None:
         weight = parameter(weight, dtype, weight_offset)
-    if isinstance(cut, Rows) and cut.resident:
+    fused = _fused(geometry, x.itemsize, centered, get_num_threads())
+    if fused is not None:
+        kernel, tasks, last = fused
+        if kernel is normalize_rows:
+            weight = row_parameter(weight, dtype, geometry, 1.0)
+            bias = row_parameter(bias, dtype, geometry, 0.0)
+        else:
+            weight, bias = parameter(weight, dtype), parameter(bias, dtype)
         run(
-            normalize_rows, cut.resident_tasks, 2 * x.nbytes, flat(x), flat(out),
-            row_parameter(weight, dtype, geometry, 1.0), row_parameter(bias, dtype, geometry, 0.0),
-            eps, statistics, centered, streaming, *row_extents(geometry), *cut.arguments,
-        )  # fmt: skip
-    elif not isinstance(cut, Rows) and stays_near(merged, get_num_threads()):
-        run(
-            _NORMALIZE[type(merged)], merged.resident_tasks, 2 * x.nbytes, flat(x), flat(out),
-            parameter(weight, dtype), parameter(bias, dtype), eps,
-            statistics, streaming, *geometry[4:], *geometry.merged()[:4], *merged.arguments,
+            kernel, tasks, 2 * x.nbytes, flat(x), flat(out), weight, bias, eps, statistics,
+            x.nbytes >= STREAMING_BYTES, *last,
         )  # fmt: skip
     else:
         if centered:
             partials = partial_moments(x, geometry)
         else:
+            cut = plan(geometry, x.itemsize, 1, False)
             assert isinstance(cut, Rows)
             partials = np.empty((geometry.statistics, cut.pieces, 3))
             run(
@@ -412,9 +449,11 @@ def normalize(
                 *row_extents(geometry), *cut.arguments,
             )  # fmt: skip
         _finish_normalization(partials, eps, statistics)
+        mean, inv_std, residual, _ = statistics
         transform(x, mean, residual, inv_std, weight, bias, geometry, out)
     if running_mean is not None or running_var is not None:
+        mean = statistics[0]
         if running_mean is not None and running_mean.dtype == np.float64:
-            mean = mean + residual.astype(np.float64)
-        update_running(running_mean, running_var, mean, var, scale, factor)
+            mean = mean + statistics[2].astype(np.float64)
+        update_running(running_mean, running_var, mean, statistics[3], scale, factor)
     return statistics
