@@ -1,7 +1,7 @@
 """Timers: on the CPU's clock and on a GPU's, and the machine they ran on.
 
-A case is measured round by round. In each round every contender runs once, so that a busy
-neighbour disturbs all of them alike; medians and quartiles of the rounds are kept.
+A case is measured round by round. In each round every contender runs once, slow ones in some
+rounds only, so that a busy neighbour disturbs all of them alike; medians and quartiles are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["machine", "on_cpu", "on_gpu"]
 
 Times = dict[Any, dict[str, float]]
 
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 101
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 101
 
 # A sample of a call that is over sooner is several calls: of so many seconds together.
 _SAMPLE = 1e-3
@@ -39,18 +39,21 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
     of OpenMP (PyTorch's) spin on a core for a while after their work.
     """
     clock = time.perf_counter
-    repeats, once = {}, 0.0
+    repeats, rounds = {}, {}
     for name, call in calls.items():
         call()  # compiles
         begin = clock()
         call()
         took = clock() - begin
         repeats[name] = max(1, round(_SAMPLE / max(took, 1e-7)))
-        once += took * (1 + repeats[name])
-    rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(seconds / once)))
+        fitting = seconds / len(calls) / (took * (1 + repeats[name]))
+        rounds[name] = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(fitting)))
+    most = max(rounds.values())
     samples: dict[Any, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for turn in range(1, most + 1):
         for name, call in calls.items():
+            if turn * rounds[name] // most == len(samples[name]):
+                continue  # a slow one, whose rounds are spread over the others'
             call()
             number = repeats[name]
             begin = clock()

@@ -123,8 +123,9 @@ def test_regressions():
     assert report.regressions(measured(2.1e-3), before) == []
     assert report.regressions(measured(1e-3), before) == []
     assert report.regressions(measured(3e-3, spread=0.3), before) == []  # noise
-    slower = report.regressions(measured(3e-3), before)
-    assert slower == [f"{SMALL[0]}, forward: 2.00 × the copy before, 3.00 now"]
+    ((row, text),) = report.regressions(measured(3e-3), before)
+    assert row.case == SMALL[0]
+    assert text == f"{SMALL[0]}, forward: 2.00 × the copy before, 3.00 now"
     other = report.rows([result(SMALL[1], 1e-3, 9e-3, 1e-3)])
     assert report.regressions(other, before) == []
 
