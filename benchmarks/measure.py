@@ -25,6 +25,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 101
 
 # A sample of a call that is over sooner is several calls: of so many seconds together.
 _SAMPLE = 1e-3
+_SLOW = 50e-3
 
 
 def _summary(samples: list[float]) -> dict[str, float]:
@@ -36,16 +37,19 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
 
     Large arrays do not fit the caches, so that every call finds them cold; small ones are
     called many times over and measured warm. Each call runs untimed before, because threads
-    of OpenMP (PyTorch's) spin on a core for a while after their work.
+    of OpenMP (PyTorch's) spin on a core for a while after their work; not so the slow ones, to
+    which that is nothing.
     """
     clock = time.perf_counter
-    repeats, rounds = {}, {}
+    repeats, rounds, slow = {}, {}, set()
     for name, call in calls.items():
         call()  # compiles
         begin = clock()
         call()
         took = clock() - begin
         repeats[name] = max(1, round(_SAMPLE / max(took, 1e-7)))
+        if took > _SLOW:
+            slow.add(name)
         fitting = seconds / len(calls) / (took * (1 + repeats[name]))
         rounds[name] = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(fitting)))
     most = max(rounds.values())
@@ -54,7 +58,8 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
         for name, call in calls.items():
             if turn * rounds[name] // most == len(samples[name]):
                 continue  # a slow one, whose rounds are spread over the others'
-            call()
+            if name not in slow:
+                call()
             number = repeats[name]
             begin = clock()
             for _ in range(number):

@@ -160,18 +160,26 @@ def plot(found: list[Row], title: str, path: Path) -> list[Path]:
 def regressions(now: list[Row], before: list[Row]) -> list[tuple[Row, str]]:
     """What takes more copies' time than in a baseline, by more than both runs' noise; and a text.
 
-    The least of now, its lower quartile beside the copy's upper one, against the most of
-    then; and by at least a quarter, which is what two runs on a shared machine differ by.
+    Noise is, first, what the machine does to all: the median change of cases of about the same
+    size, for copies from a shared cache are a matter of luck. Then the spread in both runs: the
+    least of now, a lower quartile beside the copy's upper one, against the most of then. And
+    a quarter, which is what one case in two runs may differ by on a shared machine.
     """
     old = {(row.case, row.operation): row for row in before}
+    pairs = [(row, old[row.case, row.operation]) for row in now if row[:2] in old]
+    changes: dict[int, list[float]] = {}
+    for row, was in pairs:
+        changes.setdefault(_size_class(row), []).append(row.to_copy / was.to_copy)
     found = []
-    for row in now:
-        was = old.get((row.case, row.operation))
-        if was is None:
-            continue
-        least = row.out_spread[0] / row.copy_spread[1]
+    for row, was in pairs:
+        drift = max(1.0, statistics.median(changes[_size_class(row)]))
+        least = row.out_spread[0] / row.copy_spread[1] / drift
         most = was.out_spread[1] / was.copy_spread[0]
-        if least > most and row.to_copy > 1.25 * was.to_copy:
+        if least > most and row.to_copy > 1.25 * drift * was.to_copy:
             text = f"{row}: {was.to_copy:.2f} × the copy before, {row.to_copy:.2f} now"
             found.append((row, text))
     return found
+
+
+def _size_class(row: Row) -> int:
+    return (row.case.elements.bit_length() + 1) // 3

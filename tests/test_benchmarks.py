@@ -116,16 +116,24 @@ def test_report():
 
 
 def test_regressions():
-    def measured(ours, spread=0.05):
-        return report.rows([result(SMALL[0], 1e-3, ours, 1e-3, spread)])
+    cases = [Case("batch_norm", (16, 4, number)) for number in (90, 100, 110, 120, 125)]
 
-    before = measured(2e-3)
-    assert report.regressions(measured(2.1e-3), before) == []
-    assert report.regressions(measured(1e-3), before) == []
-    assert report.regressions(measured(3e-3, spread=0.3), before) == []  # noise
-    ((row, text),) = report.regressions(measured(3e-3), before)
-    assert row.case == SMALL[0]
-    assert text == f"{SMALL[0]}, forward: 2.00 × the copy before, 3.00 now"
+    def measured(*ours, spread=0.05):
+        return report.rows(
+            [result(case, 1e-3, time, 1e-3, spread) for case, time in zip(cases, ours, strict=True)]
+        )
+
+    before = measured(*[2e-3] * 5)
+    assert report.regressions(before, before) == []
+    assert report.regressions(measured(2.1e-3, 2e-3, 2e-3, 2e-3, 2e-3), before) == []
+    assert report.regressions(measured(1e-3, 2e-3, 2e-3, 2e-3, 2e-3), before) == []
+    noisy = measured(3e-3, 2e-3, 2e-3, 2e-3, 2e-3, spread=0.3)
+    assert report.regressions(noisy, before) == []
+    assert report.regressions(measured(*[6e-3] * 5), before) == []  # the machine's doing
+    for rest in (2e-3, 6e-3):
+        ((row, text),) = report.regressions(measured(1.5 * rest, *[rest] * 4), before)
+        assert row.case == cases[0]
+        assert text == f"{row}: 2.00 × the copy before, {1.5e3 * rest:.2f} now"
     other = report.rows([result(SMALL[1], 1e-3, 9e-3, 1e-3)])
     assert report.regressions(other, before) == []
 
