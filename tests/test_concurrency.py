@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -165,14 +166,15 @@ def test_interrupted_wait(threads):
     helper.start()
     while not inside:
         pass
-    wait = call._changed.wait
+    left = call._left
 
-    def interrupted_once():
-        call._changed.wait = wait
-        release.set()
-        raise KeyboardInterrupt
+    class InterruptedOnce:
+        def get(self):
+            call._left = left
+            release.set()
+            raise KeyboardInterrupt
 
-    call._changed.wait = interrupted_once
+    call._left = InterruptedOnce()
     with pytest.raises(KeyboardInterrupt):
         call.close()
     assert not inside
@@ -180,6 +182,41 @@ def test_interrupted_wait(threads):
     call.help()  # too late: nothing happens
     assert not inside
     helper.join()
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+def test_many_interruptions():
+    """Ctrl-C at any moment of calls in two threads: nothing hangs, and the next call is right."""
+    code = """
+import faulthandler, random, signal, time
+faulthandler.dump_traceback_later(60, exit=True)
+import numpy as np, cunorm
+
+armed = False
+
+def interrupt(*_):
+    if armed:
+        raise KeyboardInterrupt
+
+cunorm.set_num_threads(2)
+x = np.random.default_rng(0).standard_normal((16, 64, 56, 56), dtype=np.float32)
+expected = cunorm.batch_norm_forward(x)[0]
+signal.signal(signal.SIGALRM, interrupt)
+interruptions, end = 0, time.monotonic() + 6
+while time.monotonic() < end:
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.01 * random.random())
+        while time.monotonic() < end:
+            cunorm.batch_norm_forward(x)
+        armed = False
+    except KeyboardInterrupt:
+        interruptions += 1
+assert interruptions > 20, interruptions
+assert (cunorm.batch_norm_forward(x)[0] == expected).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_error_in_a_helper_reaches_the_caller(threads):

@@ -20,9 +20,9 @@ def small(monkeypatch):
     """Treat small arrays as large, from an empty pool."""
     monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 10)
     gc.collect()
-    memory._blocks.clear()
+    memory._pool.blocks.clear()
     yield
-    memory._blocks.clear()
+    memory._pool.blocks.clear()
 
 
 def address(array):
@@ -63,10 +63,10 @@ def test_memory_comes_back():
     second = memory.empty((1000,), np.dtype(np.float32))  # while a view is alive
     assert address(second) != place
     del view
-    assert len(memory._blocks) == 1
+    assert len(memory._pool.blocks) == 1
     third = memory.empty((900,), np.dtype(np.float32))  # of the same size in huge pages
     assert address(third) == place
-    assert not memory._blocks
+    assert not memory._pool.blocks
     other = memory.empty((1 << 20,), np.dtype(np.float32))
     assert address(other) not in (place, address(second))
 
@@ -87,12 +87,48 @@ def test_outputs_are_kept(rng):
 
 
 def test_no_more_than_so_much(monkeypatch):
-    monkeypatch.setattr(memory, "_most", lambda: 5 << 20)
+    monkeypatch.setattr(memory._pool, "most", 5 << 20)
     arrays = [memory.empty((1000,), np.dtype(np.float32)) for _ in range(8)]
     del arrays
     kept = memory.empty((1 << 20,), np.dtype(np.float32))  # of a new size
-    assert sum(map(len, memory._blocks)) <= 5 << 20
+    assert sum(map(len, memory._pool.blocks)) <= 5 << 20
     assert kept.size == 1 << 20
+
+
+def test_no_more_than_so_much_comes_back(monkeypatch):
+    monkeypatch.setattr(memory._pool, "most", 5 << 20)
+    arrays = [memory.empty((1000,), np.dtype(np.float32)) for _ in range(8)]
+    arrays.append(memory.empty((4 << 20,), np.dtype(np.float32)))  # more than that alone
+    del arrays
+    assert sum(map(len, memory._pool.blocks)) <= 5 << 20
+
+
+def test_no_memory(monkeypatch):
+    """Free blocks are given up for an array that there is no memory for; else an error says so."""
+    with pytest.raises(MemoryError, match="no memory for an array of 140737488355328 bytes"):
+        memory.empty((1 << 45,), np.dtype(np.float32))
+    free = memory.empty((1000,), np.dtype(np.float32))
+    del free
+    real, left = memory._map, [OSError(12, "Cannot allocate memory")]
+
+    def scarce(size):
+        if memory._pool.blocks:
+            raise left[0]
+        return real(size)
+
+    monkeypatch.setattr(memory, "_map", scarce)
+    assert memory.empty((1 << 20,), np.dtype(np.float32)).size == 1 << 20
+
+
+@pytest.mark.filterwarnings("error")
+def test_advice_refused(monkeypatch):
+    """A system without huge pages; memory that is locked, which then is not kept."""
+    monkeypatch.setattr(memory, "_HUGE", 9999)
+    monkeypatch.setattr(memory._pool, "_advice", 9999)
+    array = memory.empty((1000,), np.dtype(np.float32))
+    array[:] = 1
+    del array
+    assert not memory._pool.blocks
 
 
 def test_threads():

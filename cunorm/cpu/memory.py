@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -27,12 +28,65 @@ _UNIT = 2 << 20
 _FREE = getattr(mmap, "MADV_FREE", None)  # Linux, macOS, BSD
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
-_blocks: list[mmap.mmap] = []  # free, the longest unused first
+
+class _Pool:
+    """Free blocks, the longest unused first.
+
+    No lock, since an array may end anywhere, here too; each operation on the list is whole.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.blocks: list[mmap.mmap] = []
+        self.most = most  # bytes that are kept
+        self._advice = _FREE  # at the interpreter's end the module's names may be gone
+
+    def take(self, nbytes: int) -> mmap.mmap:
+        """A block of at least so many bytes."""
+        size = -(-nbytes // _UNIT) * _UNIT
+        for block in reversed(self.blocks):
+            if len(block) == size:
+                try:
+                    self.blocks.remove(block)
+                except ValueError:  # another thread was faster
+                    continue
+                return block
+        try:
+            block = _map(size)
+        except OSError:
+            self.blocks.clear()  # perhaps for want of what they hold
+            try:
+                block = _map(size)
+            except OSError as error:
+                raise MemoryError(f"no memory for an array of {nbytes} bytes: {error}") from None
+        if _HUGE is not None:
+            with suppress(OSError):  # the system has none
+                block.madvise(_HUGE)
+        return block
+
+    def give_back(self, block: mmap.mmap) -> None:
+        """Keep a block for the next array of its size."""
+        try:
+            block.madvise(self._advice)  # type: ignore[arg-type]
+        except OSError:  # locked in memory, say
+            return
+        self.blocks.append(block)
+        while sum(map(len, self.blocks)) > self.most:
+            try:
+                self.blocks.pop(0)
+            except IndexError:  # another thread was faster
+                return
 
 
-def _most() -> int:
-    """Bytes of free blocks that are kept."""
+def _map(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _quarter() -> int:
+    """A quarter of the physical memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+_pool = _Pool(_quarter() if _FREE is not None else 0)
 
 
 class _Lease:
@@ -49,42 +103,24 @@ class _Lease:
             "typestr": f"|V{itemsize}",
         }
 
-    def __del__(self, free: Any = _blocks, advice: Any = _FREE) -> None:
-        # Also at the interpreter's end, when the module's names may be gone.
-        self._block.madvise(advice)
-        free.append(self._block)
-
-
-def _take(nbytes: int) -> mmap.mmap:
-    """A block of at least so many bytes."""
-    size = -(-nbytes // _UNIT) * _UNIT
-    for block in reversed(_blocks):
-        if len(block) == size:
-            try:
-                _blocks.remove(block)
-            except ValueError:  # another thread was faster
-                continue
-            return block
-    while sum(map(len, _blocks)) > _most():
-        del _blocks[0]
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if _HUGE is not None:
-        block.madvise(_HUGE)
-    return block
+    def __del__(self, pool: _Pool = _pool) -> None:
+        pool.give_back(self._block)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """An uninitialized NumPy array, in kept memory if it is large."""
     number = prod(shape)
-    if number * dtype.itemsize < LARGE_BYTES or _FREE is None:
+    nbytes = number * dtype.itemsize
+    if nbytes < LARGE_BYTES or _FREE is None:
         return np.empty(shape, dtype)
-    memory = np.asarray(_Lease(_take(number * dtype.itemsize), number, dtype.itemsize))
-    return np.ndarray(shape, dtype, memory)
+    lease = _Lease(_pool.take(nbytes), number, dtype.itemsize)
+    return np.ndarray(shape, dtype, np.asarray(lease))
 
 
 def empty_like(array: Any) -> Any:
     """The same in the memory order of a NumPy array."""
     if array.nbytes < LARGE_BYTES:
         return np.empty_like(array)
-    strides = np.empty_like(array).strides  # whose memory is never touched
-    return np.ndarray(array.shape, array.dtype, empty(array.shape, array.dtype), strides=strides)
+    order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+    lying = empty(tuple(array.shape[axis] for axis in order), array.dtype)
+    return lying.transpose(sorted(range(array.ndim), key=order.__getitem__))

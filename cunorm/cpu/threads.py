@@ -14,15 +14,13 @@ in the pool: many callers at once, or no thread to be had, slow it down at worst
 from __future__ import annotations
 
 import os
+import queue
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import checks
-
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["get_num_threads", "run", "set_num_threads"]
 
@@ -50,7 +48,8 @@ def _available() -> int:
 
 
 _threads = _available()
-_pool: ThreadPoolExecutor | None = None
+_pool: queue.SimpleQueue[_Call | None] | None = None  # of calls that want help
+_starting = threading.Lock()
 
 
 def get_num_threads() -> int:
@@ -73,13 +72,16 @@ def set_num_threads(number: int) -> None:
     number = checks.integer("number", number)
     if number < 1:
         raise ValueError(f"number: expected at least 1, got {number}")
-    _threads = number
-    _pool = None
+    if _pool is not None:
+        for _ in range(_threads - 1):  # its helpers end when they come to it
+            _pool.put(None)
+    _threads, _pool = number, None
 
 
 def _forget_pool() -> None:
-    global _pool
+    global _pool, _starting
     _pool = None
+    _starting = threading.Lock()  # whoever had it may not be here
 
 
 if hasattr(os, "register_at_fork"):
@@ -87,23 +89,29 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Call:
-    """One call of a kernel, in which helpers may take part until it is closed."""
+    """One call of a kernel, in which helpers may take part until it is closed.
+
+    Ctrl-C may come between any two steps of the caller's. So there are no locks here but those
+    of C, which a ``with`` statement takes and gives back in one step each (a `Condition` of the
+    standard library is entered in several), and a wait may be repeated.
+    """
 
     def __init__(self, kernel: Any, tasks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         self._queue = _queue(tasks, threads)
         self._kernel, self._arguments = kernel, arguments
-        self._slots = 0  # of the queue that threads have taken
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._closed = False
+        self._slots = 0  # of the queue that helpers have taken
         self._helping = 0
+        self._left: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item for each who has
         self._error: BaseException | None = None
 
     def work(self, slot: int = 0) -> None:
         self._kernel(self._queue, slot, *self._arguments)
 
     def help(self) -> None:
-        """What a thread of the pool does; nothing if it comes too late."""
-        with self._changed:
+        """What a helper does; nothing if it comes too late."""
+        with self._lock:
             if self._closed:
                 return
             self._helping += 1
@@ -114,42 +122,55 @@ class _Call:
             self.work(slot)
         except BaseException as raised:  # for the caller
             error = raised
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
             self._helping -= 1
-            self._changed.notify_all()
+        self._left.put(None)
 
     def close(self) -> None:
         """Let nobody in any more and wait until everybody is out, come what may."""
         interruption: BaseException | None = None
         while True:
             try:
-                with self._changed:
+                if interruption is not None:  # no new tasks, but wait for those begun
+                    self._queue[:, 0] = self._queue[-1, 1]
+                with self._lock:
                     self._closed = True
-                    while self._helping:
-                        self._changed.wait()
+                while self._helping:  # and so an item is still to come
+                    self._left.get()
                 break
-            except BaseException as raised:  # Ctrl-C: no new tasks, but wait for those begun
-                self._queue[:, 0] = self._queue[-1, 1]
+            except BaseException as raised:  # Ctrl-C
                 interruption = raised
         raised_somewhere = interruption or self._error
         if raised_somewhere is not None:
             raise raised_somewhere
 
 
-def _call_helpers(call: _Call, helpers: int) -> None:
-    """Ask the pool to take part."""
-    global _pool
-    pool = _pool
-    if pool is None:
-        from concurrent.futures import ThreadPoolExecutor
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    """What a helper does all its life."""
+    while (call := calls.get()) is not None:
+        call.help()
+        del call  # and the arrays with it, while waiting for the next
 
-        pool = _pool = ThreadPoolExecutor(_threads, thread_name_prefix="cunorm")
-    for _ in range(helpers):
-        try:
-            pool.submit(call.help)
-        except RuntimeError:  # no more threads to be had, or the interpreter is shutting down
-            return
+
+def _helpers() -> queue.SimpleQueue[_Call | None] | None:
+    """Where calls that want help go; None if there are no threads to be had."""
+    global _pool
+    with _starting:
+        if _pool is None:
+            calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+            for number in range(_threads - 1):
+                helper = threading.Thread(
+                    target=_serve, args=(calls,), name=f"cunorm_{number}", daemon=True
+                )
+                try:
+                    helper.start()
+                except RuntimeError:  # too many threads, or the interpreter is shutting down
+                    if number == 0:
+                        return None
+                    break
+            _pool = calls
+        return _pool
 
 
 def _queue(tasks: int, threads: int) -> Any:
@@ -169,7 +190,10 @@ def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
         return
     call = _Call(kernel, tasks, helpers + 1, arguments)
     try:
-        _call_helpers(call, helpers)
+        pool = _helpers() if _pool is None else _pool
+        if pool is not None:
+            for _ in range(helpers):
+                pool.put(call)
         call.work()
     finally:
         call.close()
