@@ -27,6 +27,8 @@ _DLPACK_CUDA = (2, 13)  # device and managed memory
 
 Export: TypeAlias = Callable[[Any], Array]
 
+_USUAL = frozenset((np.ndarray, type(None)))
+
 
 @cache
 def cuda_missing() -> str | None:
@@ -73,13 +75,21 @@ class Place:
     As a context it makes a GPU the current one for as long as the call lasts.
     """
 
-    __slots__ = ("_device", "backend", "export", "xp")
+    __slots__ = ("_device", "_export", "backend", "xp")
 
-    def __init__(self, xp: Any, backend: ModuleType, export: Export, device: Any = None) -> None:
+    def __init__(
+        self, xp: Any, backend: ModuleType, export: Export | None = None, device: Any = None
+    ) -> None:
         self.xp = xp
         self.backend = backend
-        self.export = export
+        self._export = export
         self._device = device
+
+    def export(self, *results: Any) -> tuple[Any, ...]:
+        """Results as arrays of the caller's framework; None stays None."""
+        if self._export is None:
+            return results
+        return tuple(None if array is None else self._export(array) for array in results)
 
     def __enter__(self) -> None:
         if self._device is not None:
@@ -90,13 +100,9 @@ class Place:
             self._device.__exit__(*exception)
 
 
-def _same(array: Array) -> Array:
-    return array
-
-
 @cache
 def _cpu() -> Place:
-    return Place(np, cpu_backend(), _same)
+    return Place(np, cpu_backend())
 
 
 def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
@@ -104,19 +110,16 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
 
     ``None`` stays ``None``. The first array decides what the results are.
     """
-    for value in values:
-        if type(value) is not np.ndarray and value is not None:
-            break
-    else:
+    if _USUAL.issuperset(map(type, values)):
         return values, _cpu()
     cupy = sys.modules.get("cupy")
     if cupy is not None and all(v is None or type(v) is cupy.ndarray for v in values):
-        return values, _gpu_place(device_of_all(names, values), _same)
+        return values, _gpu_place(device_of_all(names, values), None)
     views = [None if v is None else _view(n, v) for n, v in zip(names, values, strict=True)]
     device = device_of_all(names, views)
     name, value, view = next(t for t in zip(names, values, views, strict=True) if t[1] is not None)
     own = isinstance(value, np.ndarray) or value is view
-    export = _same if own else _exporter(name, value)
+    export = None if own else _exporter(name, value)
     if device is None:
         return views, Place(np, cpu_backend(), export)
     return views, _gpu_place(device, export)
@@ -125,14 +128,14 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
 @cache
 def _gpu() -> Place:
     """Of CuPy arrays on the current GPU."""
-    return Place(sys.modules["cupy"], cuda_backend(), _same)
+    return Place(sys.modules["cupy"], cuda_backend())
 
 
-def _gpu_place(device: int, export: Export) -> Place:
+def _gpu_place(device: int, export: Export | None) -> Place:
     here = _gpu()
     if here.xp.cuda.runtime.getDevice() != device:
         return Place(here.xp, here.backend, export, here.xp.cuda.Device(device))
-    return here if export is _same else Place(here.xp, here.backend, export)
+    return here if export is None else Place(here.xp, here.backend, export)
 
 
 def device_of_all(names: Sequence[str], arrays: Sequence[Any]) -> Any:
@@ -236,8 +239,6 @@ def _exporter(name: str, value: Any) -> Export:
     namespace = _namespace(name, value)
 
     def export(array: Any) -> Array:
-        if array is None:
-            return None
         if _is_bfloat16(array):
             return namespace.from_dlpack(array.view("uint16")).view(namespace.bfloat16)
         return namespace.from_dlpack(array)
@@ -303,6 +304,12 @@ def _lies_in(order: tuple[int, ...], array: Any) -> bool:
     return is_plain(array.transpose(order))
 
 
+@cache
+def axes(ndim: int) -> tuple[int, ...]:
+    """All axes of an array, in their order."""
+    return tuple(range(ndim))
+
+
 class _Header:
     """What NumPy needs to know of an array to compare its place with another's."""
 
@@ -354,11 +361,16 @@ class Operands:
     ) -> None:
         memory = cpu_memory if xp is np else xp
         self._xp = xp
-        if all(map(is_plain, inputs)) and is_plain(like if out is None else out):
-            self.order = tuple(range(like.ndim))  # the usual case, without detours
-            self.inputs = inputs
-            self.out = memory.empty(like.shape, like.dtype) if out is None else out
-            self._target = self._result = self.out
+        self.inputs = inputs
+        for array in (*inputs, like if out is None else out):
+            flags = array.flags
+            if not (flags.c_contiguous and getattr(flags, "aligned", True)):
+                break
+        else:  # the usual case, without detours
+            self.order = axes(like.ndim)
+            if out is None:
+                out = memory.empty(like.shape, like.dtype)
+            self.out = self._target = self._result = out
             return
         self._result = memory.empty_like(like) if out is None else out
         order = memory_order(self._result, leading)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, wraps
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from . import arrays
 
 _FLOAT32: np.dtype = np.dtype(np.float32)
 _FLOAT64: np.dtype = np.dtype(np.float64)
+
+_BOOLEANS = frozenset((bool, np.bool_))
+
+Result = TypeVar("Result")
 
 #: What the shape of a parameter or statistic means, in messages.
 ONE_A_CHANNEL = "one value a channel"
@@ -48,6 +52,21 @@ def _shown(value: Any) -> str:
         return f"{type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def once(check: Callable[..., Result]) -> Callable[..., Result]:
+    """A check of hashable arguments that passes at once when the same have passed before."""
+    passed = lru_cache(maxsize=1024, typed=True)(check)
+
+    @wraps(check)
+    def checked(*arguments: Any) -> Result:
+        try:
+            return passed(*arguments)
+        except TypeError:  # which is raised too for arguments without a hash
+            pass
+        return check(*arguments)
+
+    return checked
 
 
 def flag(name: str, value: Any) -> bool:
@@ -135,17 +154,28 @@ def per_channel(name: str, array: np.ndarray | None, number: int, dtype: np.dtyp
 def parameter(
     name: str, array: np.ndarray | None, shape: tuple[int, ...], meaning: str, dtype: np.dtype
 ) -> None:
-    """A parameter or running statistic, in a dtype fit for the data.
+    """A parameter or running statistic, in a dtype fit for the data."""
+    if array is not None and (array.dtype is not dtype or array.shape != shape):
+        header(name, array.shape, array.dtype, shape, meaning, dtype)
+
+
+def header(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    expected: tuple[int, ...],
+    meaning: str,
+    data: np.dtype,
+) -> None:
+    """Shape and dtype of a parameter or running statistic of the data's dtype.
 
     Half types are fit for data of the same type only.
     """
-    if array is None:
-        return
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, {meaning}, got {array.shape}")
-    if array.dtype != dtype and array.dtype != _FLOAT32 and array.dtype != _FLOAT64:
-        half = "" if dtype in (_FLOAT32, _FLOAT64) else f"{dtype} (that of the data), "
-        raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {array.dtype}")
+    if shape != expected:
+        raise ValueError(f"{name}: expected shape {expected}, {meaning}, got {shape}")
+    if dtype != data and dtype != _FLOAT32 and dtype != _FLOAT64:
+        half = "" if data in (_FLOAT32, _FLOAT64) else f"{data} (that of the data), "
+        raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {dtype}")
 
 
 def statistic(
@@ -281,33 +311,37 @@ def _fraction(name: str, value: Any) -> float:
     return number
 
 
-def separate(running_mean: Any, running_var: Any, **inputs: Any) -> None:
-    """The running statistics, which are written, lie apart from each other and the inputs."""
-    if running_mean is running_var is None:
-        return
-    if _own_memory((running_mean, running_var), inputs.values()):
+def running_statistics(running_mean: Any, running_var: Any, **inputs: Any) -> None:
+    """Running statistics that are written: writable, and apart from each other and the inputs."""
+    if _own_memory(running_mean, running_var, inputs.values()):
         return
     _apart("running_mean", running_mean, inputs)
     _apart("running_var", running_var, {"running_mean": running_mean, **inputs})
+    writable("running_mean", running_mean)
+    writable("running_var", running_var)
 
 
-def _own_memory(written: Iterable[Any], read: Iterable[Any]) -> bool:
-    """Whether these are NumPy arrays, each with memory of its own.
+def _own_memory(running_mean: Any, running_var: Any, inputs: Iterable[Any]) -> bool:
+    """Whether these are NumPy arrays, and the running statistics have memory of their own.
 
     A quick answer for the usual case; False may mean anything.
     """
-    known = set()
-    for array in written:
-        if array is not None:
-            if type(array) is not np.ndarray or not array.flags.owndata or id(array) in known:
-                return False
-            known.add(id(array))
-    for array in read:
-        if array is not None and (
-            type(array) is not np.ndarray or array.base is not None or id(array) in known
-        ):
+    if type(running_mean) is not np.ndarray or type(running_var) is not np.ndarray:
+        return running_mean is running_var is None
+    mean, var = running_mean.flags, running_var.flags
+    if not (mean.owndata and var.owndata and mean.carray and var.carray):
+        return False
+    for array in inputs:
+        if array is None:
+            continue
+        owner = array.base
+        if owner is None:
+            owner = array
+        elif type(owner) is not np.ndarray or owner.base is not None:
             return False
-    return True
+        if owner is running_mean or owner is running_var:
+            return False
+    return running_mean is not running_var
 
 
 def _apart(name: str, array: Any, others: dict[str, Any]) -> None:
@@ -353,7 +387,7 @@ def mask(output_mask: Any, *names: str) -> tuple[bool, ...]:
         wanted = tuple(output_mask)
     except TypeError:
         wanted = ()
-    if len(wanted) != len(names) or not all(isinstance(f, (bool, np.bool_)) for f in wanted):
+    if len(wanted) != len(names) or not _BOOLEANS.issuperset(map(type, wanted)):
         number = {2: "two", 3: "three"}[len(names)]
         raise ValueError(
             f"output_mask: expected {number} booleans, for {', '.join(names[:-1])} and "

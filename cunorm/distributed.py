@@ -110,4 +110,4 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
             for i in filled:
                 m2 += squares[i] + counts[i] * place.xp.square(means[i] - mean)
         mean, m2 = mean.astype(dtype), m2.astype(dtype)
-        return Moments(total, place.export(mean), place.export(m2))
+        return Moments(total, *place.export(mean, m2))

@@ -132,19 +132,19 @@ def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
 @pytest.mark.parametrize("name", ["next_task", "last_task"])
 def test_queue(name, tasks, slots):
     """Every task is taken once, one's own first and in order, whoever else comes."""
-    from cunorm.cpu import elements, threads
+    from cunorm.cpu import tasks as module
 
-    take = getattr(elements, name)
+    take = getattr(module, name)
     for me in range(slots):
-        queue = threads._queue(tasks, slots)
+        board = module.shares(tasks, slots).copy()
         first, end = tasks * me // slots, tasks * (me + 1) // slots
         taken = []
-        while (task := take(queue, me)) >= 0:
+        while (task := take(board, me)) >= 0:
             taken.append(task)
         assert sorted(taken) == list(range(tasks))
         own = list(range(first, end))
         assert taken[: len(own)] == (own if name == "next_task" else own[::-1])
-        assert all(take(queue, other) == -1 for other in range(slots))
+        assert all(take(board, other) == -1 for other in range(slots))
 
 
 def test_interrupted_wait(threads):
@@ -161,7 +161,7 @@ def test_interrupted_wait(threads):
         inside.remove(threading.current_thread())
 
     release = threading.Event()
-    call = module._Call(kernel, 5, 2, (release,))
+    call = module._Call(kernel, module.shares(5, 2).copy(), 0, (release,))
     helper = threading.Thread(target=call.help)
     helper.start()
     while not inside:
@@ -178,16 +178,19 @@ def test_interrupted_wait(threads):
     with pytest.raises(KeyboardInterrupt):
         call.close()
     assert not inside
-    assert (call._queue[:, 0] >= call._queue[:, 1]).all()  # no new tasks were taken
+    assert (call._board[:, 0] >= call._board[:, 1]).all()  # no new tasks were taken
     call.help()  # too late: nothing happens
     assert not inside
     helper.join()
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
-def test_many_interruptions():
+@pytest.mark.parametrize("samples", [1, 16])
+def test_many_interruptions(samples):
     """Ctrl-C at any moment of calls in two threads: nothing hangs, and the next call is right."""
-    code = """
+    code = (
+        f"samples = {samples}"
+        + """
 import faulthandler, random, signal, time
 faulthandler.dump_traceback_later(60, exit=True)
 import numpy as np, cunorm
@@ -199,7 +202,7 @@ def interrupt(*_):
         raise KeyboardInterrupt
 
 cunorm.set_num_threads(2)
-x = np.random.default_rng(0).standard_normal((16, 64, 56, 56), dtype=np.float32)
+x = np.random.default_rng(0).standard_normal((samples, 64, 56, 56), dtype=np.float32)
 expected = cunorm.batch_norm_forward(x)[0]
 signal.signal(signal.SIGALRM, interrupt)
 interruptions, end = 0, time.monotonic() + 6
@@ -212,11 +215,68 @@ while time.monotonic() < end:
         armed = False
     except KeyboardInterrupt:
         interruptions += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
 assert interruptions > 20, interruptions
 assert (cunorm.batch_norm_forward(x)[0] == expected).all()
 """
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_listening_helper(threads):
+    """After a call its helper hears of the next one without being woken."""
+    from cunorm.cpu import tasks
+    from cunorm.cpu import threads as module
+
+    threads(2)
+    inside = threading.Event()
+
+    def kernel(board, me):
+        tasks.next_task(board, me)
+        if me > 0:
+            inside.set()
+        assert inside.wait(60)
+
+    woken = []
+    module.run(kernel, 4, 1 << 30)
+    pool = module._pool
+    put = pool.calls.put
+
+    class Calls:
+        get = pool.calls.get
+
+        def put(self, call):
+            woken.append(call)
+            put(call)
+
+    pool.calls = Calls()
+    heard = 0
+    for _ in range(1000):  # it listens for half a millisecond, which may be over on a busy machine
+        inside.clear()
+        del woken[:]
+        module.run(kernel, 4, 1 << 30)
+        heard += not woken
+    assert heard > 0
+    assert pool.call is None
+    assert not pool.turn.locked()
+
+
+def test_error_leaves_no_tasks_on_the_board(threads):
+    """A helper that hears of a call too late finds none of its tasks, nor does the next call."""
+    from cunorm.cpu import threads as module
+
+    threads(2)
+
+    def kernel(_board, _me):
+        raise MemoryError("at work")
+
+    for _ in range(20):
+        with pytest.raises(MemoryError, match="at work"):
+            module.run(kernel, 4, 1 << 30)
+        assert not module._pool.board[:, :2].any()
+        assert not module._pool.turn.locked()
+        assert_same(workload(1), workload(1))
 
 
 def test_error_in_a_helper_reaches_the_caller(threads):

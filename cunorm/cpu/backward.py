@@ -14,6 +14,8 @@ statistics the last two terms are absent.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from ..checks import statistics_dtype
@@ -24,10 +26,8 @@ from .elements import (
     device_function,
     flat,
     kernel,
-    last_task,
     load,
     load_scratch,
-    next_task,
     scratch,
     store,
     store_streaming,
@@ -52,6 +52,7 @@ from .rows import (
     row_parameter,
 )
 from .statistics import NONE, parameter, residual_times
+from .tasks import last_task, next_task
 from .threads import get_num_threads, run
 from .transform import STREAMING_BYTES, columns_transform, segments_transform
 
@@ -138,7 +139,7 @@ def _segments_part(
 
 @kernel
 def _reduce_segments(
-    queue, me, dy, x, dx, mean, inv_std, weight, partials, streaming,
+    board, me, dy, x, dx, mean, inv_std, weight, partials, streaming,
     batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
@@ -148,7 +149,7 @@ def _reduce_segments(
     """
     units = batch * group * parts
     zero = as_accumulator(x, 0.0)
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             channel, part, base = segments_unit(unit, outer, group, inner, parts)
@@ -162,7 +163,7 @@ def _reduce_segments(
                 scale, streaming,
             )  # fmt: skip
             partials[channel, part, 0], partials[channel, part, 1] = sums
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 @device_function
@@ -189,14 +190,14 @@ def _segments_gradient(
 
 @kernel
 def _gradient_segments(
-    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
     streaming, batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
-    task = last_task(queue, me)
+    task = last_task(board, me)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             channel, part, base = segments_unit(unit, outer, group, inner, parts)
@@ -211,12 +212,12 @@ def _gradient_segments(
                 _scale(x, statistic, channel % parameters, inv_std, weight),
                 slope, offset, streaming,
             )  # fmt: skip
-        task = last_task(queue, me)
+        task = last_task(board, me)
 
 
 @kernel
 def _backward_segments(
-    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
     batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
@@ -226,7 +227,7 @@ def _backward_segments(
     count = np.float64(outer * members * inner)
     stride = group * inner
     zero = as_accumulator(x, 0.0)
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
             center = load(mean, statistic)
@@ -253,7 +254,7 @@ def _backward_segments(
                     center, _scale(x, statistic, first + member, inv_std, weight),
                     slope, offset, streaming,
                 )  # fmt: skip
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 # --- columns ------------------------------------------------------------------
@@ -360,7 +361,7 @@ def _spread_scales(
 
 @kernel
 def _reduce_columns(
-    queue, me, dy, x, dx, mean, inv_std, weight, partials, streaming, members, parameters,
+    board, me, dy, x, dx, mean, inv_std, weight, partials, streaming, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -369,12 +370,13 @@ def _reduce_columns(
     If there is a dx, it becomes that of given statistics.
     """
     most = fold * block_channels * inner
-    block_mean, sum_dy, sum_dy_xmu = scratch(x, most), scratch(x, most), scratch(x, most)
-    total_dy, total_dy_xmu = np.empty(most), np.empty(most)
-    block_scale, zero = scratch(x, most), scratch(x, most)
+    blocks, totals = scratch(x, (5, most)), np.empty((2, most))
+    block_mean, sum_dy, sum_dy_xmu = blocks[0], blocks[1], blocks[2]
+    block_scale, zero = blocks[3], blocks[4]
+    total_dy, total_dy_xmu = totals[0], totals[1]
     zero[:] = 0.0
     length = inner // members
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         statistic, channels, part, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
@@ -394,7 +396,7 @@ def _reduce_columns(
             sums = _channel_sums(channel, channels * members, fold, length, total_dy, total_dy_xmu)
             partials[statistic * members + channel, part, 0] = sums[0]
             partials[statistic * members + channel, part, 1] = sums[1]
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 @device_function
@@ -455,15 +457,15 @@ def _spread_shares(
 
 @kernel
 def _gradient_columns(
-    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
     streaming, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
     most = fold * block_channels * inner
-    block_mean, block_scale = scratch(x, most), scratch(x, most)
-    block_slope, block_offset = scratch(x, most), scratch(x, most)
-    task = last_task(queue, me)
+    blocks = scratch(x, (4, most))
+    block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
+    task = last_task(board, me)
     while task >= 0:
         statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
@@ -480,25 +482,25 @@ def _gradient_columns(
             dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, block_mean, block_scale, block_slope, block_offset, streaming,
         )  # fmt: skip
-        task = last_task(queue, me)
+        task = last_task(board, me)
 
 
 @kernel
 def _backward_columns(
-    queue, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
     members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one block of whole channels."""
     most = fold * block_channels * inner
-    block_mean, block_scale = scratch(x, most), scratch(x, most)
-    block_slope, block_offset = scratch(x, most), scratch(x, most)
-    block_dy, block_dy_xmu = scratch(x, most), scratch(x, most)
-    total_dy, total_dy_xmu = np.empty(most), np.empty(most)
+    blocks, totals = scratch(x, (6, most)), np.empty((2, most))
+    block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
+    block_dy, block_dy_xmu = blocks[4], blocks[5]
+    total_dy, total_dy_xmu = totals[0], totals[1]
     sums = np.empty((block_channels * members, 2))
     stride = fold * group * inner
     length = inner // members
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         statistic, channels, _, start, _, _ = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
@@ -536,7 +538,7 @@ def _backward_columns(
             dy, x, dx, start, stride, rows, width, tail_rows * channels * inner,
             block_mean, block_scale, block_slope, block_offset, streaming,
         )  # fmt: skip
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 # --- both ---------------------------------------------------------------------
@@ -583,6 +585,16 @@ _GRADIENT = {Segments: _gradient_segments, Columns: _gradient_columns}
 _BACKWARD = {Segments: _backward_segments, Columns: _backward_columns}
 
 
+@lru_cache(maxsize=1024)
+def _fused(geometry: Geometry, itemsize: int, threads: int):
+    """(kernel, tasks, last arguments) for dx while x and dy are near; None if that is not to be."""
+    cut = plan(geometry, itemsize, 2)
+    assert not isinstance(cut, Rows)
+    if not stays_near(cut, threads):
+        return None
+    return _BACKWARD[type(cut)], cut.resident_tasks, (*_extents(cut, geometry), *cut.arguments)
+
+
 def _extents(cut, geometry: Geometry):
     """A geometry as the kernels of a plan take it."""
     if isinstance(cut, Segments):
@@ -604,27 +616,27 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
         flat(x)[:0] if out is None else flat(out), mean, inv_std, weight, partials,
         x.nbytes >= STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
     )  # fmt: skip
-    sum_dy, sum_dy_xmu = np.empty((2, channels), mean.dtype)
+    sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
     _finish_sums(partials, geometry.members, residual, sum_dy, sum_dy_xmu)
     return sum_dy, sum_dy_xmu
 
 
 def _sums_and_gradient(dy, x, mean, residual, inv_std, weight, geometry: Geometry, out):
     """Both sums of every channel, and `out` = dx for statistics taken from x."""
-    cut = plan(geometry, x.itemsize, 2)
-    assert not isinstance(cut, Rows)
-    if stays_near(cut, get_num_threads()):
-        sum_dy, sum_dy_xmu = np.empty((2, geometry.batch * geometry.group), mean.dtype)
-        run(
-            _BACKWARD[type(cut)], cut.resident_tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
-            mean, residual, inv_std, weight, sum_dy, sum_dy_xmu,
-            x.nbytes >= STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
-        )  # fmt: skip
-    else:
+    fused = _fused(geometry, x.itemsize, get_num_threads())
+    if fused is None:
         sum_dy, sum_dy_xmu = _sums(dy, x, mean, residual, inv_std, weight, True, geometry)
         input_gradient(
             dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, geometry.count,
             geometry, out,
+        )  # fmt: skip
+    else:
+        kernel, tasks, last = fused
+        channels = geometry.batch * geometry.group
+        sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
+        run(
+            kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out), mean, residual, inv_std,
+            weight, sum_dy, sum_dy_xmu, x.nbytes >= STREAMING_BYTES, *last,
         )  # fmt: skip
     return sum_dy, sum_dy_xmu
 

@@ -181,55 +181,6 @@ def as_accumulator(typing_context, array, value):
 
 
 @intrinsic
-def _take(typing_context, queue, slot):
-    """An atomic ``queue[slot, 0]++`` that returns the old value."""
-
-    def generate(context, builder, signature, arguments):
-        struct = context.make_array(signature.args[0])(context, builder, arguments[0])
-        two = ir.Constant(ir.IntType(64), 2)
-        place = builder.gep(struct.data, [builder.mul(arguments[1], two)], inbounds=True)
-        one = ir.Constant(ir.IntType(64), 1)
-        return builder.atomic_rmw("add", place, one, "monotonic")
-
-    return types.int64(queue, types.intp), generate
-
-
-@device_function
-def _claim(queue, me):
-    """(slot, task) of a task that is still to be had; the task is -1 if there is none."""
-    slots = queue.shape[0]
-    for i in range(me, me + slots):
-        slot = i - slots if i >= slots else i
-        if queue[slot, 0] < queue[slot, 1]:
-            task = _take(queue, slot)
-            if task < queue[slot, 1]:
-                return slot, task
-    return 0, -1
-
-
-@device_function
-def next_task(queue, me):
-    """Take a task, or -1 if none is left.
-
-    ``queue[i]`` is (next, end) of those that thread i has the first claim to. So neighbouring
-    tasks, whose data are neighbours too, come to one thread, and in calls of the same size
-    always to the same, whose caches may still have them.
-    """
-    _, task = _claim(queue, me)
-    return task
-
-
-@device_function
-def last_task(queue, me):
-    """The same, of every thread's tasks the last one first."""
-    slot, task = _claim(queue, me)
-    if task < 0:
-        return task
-    begin = queue[slot - 1, 1] if slot > 0 else 0
-    return begin + queue[slot, 1] - 1 - task
-
-
-@intrinsic
 def _address_of(typing_context, array, index):
     def generate(context, builder, signature, arguments):
         address = _address(context, builder, signature.args[0], *arguments)
@@ -254,15 +205,15 @@ def streaming_range(array, start, end, streaming):
     return first, first + (end - first) // line * line
 
 
-def scratch(x, size):
-    """A working array of ``size`` elements of the accumulator type of ``x``."""
+def scratch(x, shape):
+    """A working array of the accumulator type of ``x``."""
     raise TypeError("for kernels only")
 
 
 @overload(scratch)
-def _scratch(x, size):
+def _scratch(x, shape):
     dtype = np.float64 if x.dtype == types.float64 else np.float32
-    return lambda x, size: np.empty(size, dtype)  # noqa: ARG005
+    return lambda x, shape: np.empty(shape, dtype)  # noqa: ARG005
 
 
 def dense(array: np.ndarray) -> np.ndarray:
@@ -291,6 +242,4 @@ def flat(array: np.ndarray) -> np.ndarray:
         array = array.reshape(-1)
     if array.itemsize == 2:
         array = array.view(np.uint16 if array.dtype == np.float16 else np.int16)
-    if not array.flags.writeable:
-        array = np.asarray(_Writable(array))
-    return array
+    return array if array.flags.writeable else np.asarray(_Writable(array))

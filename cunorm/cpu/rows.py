@@ -18,10 +18,8 @@ from .elements import (
     as_accumulator,
     device_function,
     kernel,
-    last_task,
     load,
     load_scratch,
-    next_task,
     scratch,
     store,
     store_streaming,
@@ -34,6 +32,7 @@ from .statistics import (
     save,
     segments_part,
 )
+from .tasks import last_task, next_task
 
 __all__ = [
     "add_up_blocks",
@@ -120,12 +119,15 @@ def _coefficients(x, row, mean, residual, inv_std):
 
 @kernel
 def normalize_rows(
-    queue, me, x, y, weight, bias, eps, statistics, streaming, centered,
-    batch, number, length, chunk_length, pieces, block, blocks,
+    board, me, x, y, weight, bias, running_mean, running_var, eps, scale, factor, statistics,
+    streaming, centered, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
-    """A task is one block of samples of one g; `statistics` gets what `save` writes."""
+    """A task is one block of samples of one g; `statistics` gets what `save` writes.
+
+    Statistics of rows have no running ones: those are empty, and what belongs to them unused.
+    """
     of_rows = (statistics[0], statistics[2], statistics[1])
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         g = task % number
         first = task // number * block
@@ -137,38 +139,38 @@ def normalize_rows(
                 count, mean, m2 = np.float64(length), 0.0, _squares(x, base, length, chunk_length)
             save(statistics, row, count, mean, m2, eps)
             _transform(x, y, base, base + length, row, g, length, of_rows, weight, bias, streaming)
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 @kernel
 def squares_rows(
-    queue, me, x, partials, batch, number, length, chunk_length, pieces, block, blocks
+    board, me, x, partials, batch, number, length, chunk_length, pieces, block, blocks
 ):
     """A task is one piece of a row; `partials[row, piece]` gets (count, 0, sum of squares)."""
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
         size = min(chunk_length, length - piece * chunk_length)
         partials[row, piece, 0] = size
         partials[row, piece, 1] = 0.0
         partials[row, piece, 2] = _run_squares(x, row * length + piece * chunk_length, size)
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 @kernel
 def transform_rows(
-    queue, me, x, y, mean, residual, inv_std, weight, bias, streaming,
+    board, me, x, y, mean, residual, inv_std, weight, bias, streaming,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
     of_rows = (mean, residual, inv_std)
-    task = last_task(queue, me)
+    task = last_task(board, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
         start = row * length + piece * chunk_length
         end = min(start + chunk_length, (row + 1) * length)
         _transform(x, y, start, end, row, row % number, length, of_rows, weight, bias, streaming)
-        task = last_task(queue, me)
+        task = last_task(board, me)
 
 
 # --- backward -----------------------------------------------------------------
@@ -229,7 +231,7 @@ def _clear(dweight, dbias, length):
 
 @kernel
 def backward_rows(
-    queue, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
     streaming, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g.
@@ -238,7 +240,7 @@ def backward_rows(
     """
     statistics = (mean, residual, inv_std)
     dweight, dbias = scratch(x, length), scratch(x, length)
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         g = task % number
         first = task // number * block
@@ -263,12 +265,12 @@ def backward_rows(
         if gradients:
             partials[task // number, 0, g * length : (g + 1) * length] = dweight
             partials[task // number, 1, g * length : (g + 1) * length] = dbias
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 @kernel
 def reduce_rows(
-    queue, me, dy, x, mean, residual, inv_std, weight, sums, partials,
+    board, me, dy, x, mean, residual, inv_std, weight, sums, partials,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of the rows of one g in all samples.
@@ -277,7 +279,7 @@ def reduce_rows(
     """
     dweight, dbias = scratch(x, chunk_length), scratch(x, chunk_length)
     total_dweight, total_dbias = np.empty(chunk_length), np.empty(chunk_length)
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         g, piece = task // pieces, task % pieces
         offset = piece * chunk_length
@@ -299,17 +301,17 @@ def reduce_rows(
         start = g * length + offset
         partials[0, 0, start : start + size] = total_dweight[:size]
         partials[0, 1, start : start + size] = total_dbias[:size]
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 @kernel
 def gradient_rows(
-    queue, me, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
     statistics = (mean, residual, inv_std)
-    task = last_task(queue, me)
+    task = last_task(board, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
         total, products = 0.0, 0.0
@@ -321,7 +323,7 @@ def gradient_rows(
             dy, x, dx, start, min(start + chunk_length, (row + 1) * length), row, row % number,
             length, statistics, total, products, centered, weight, streaming,
         )  # fmt: skip
-        task = last_task(queue, me)
+        task = last_task(board, me)
 
 
 @device_function
@@ -344,17 +346,17 @@ def _add_up(partials, k, inner, result, first, number, totals):
 
 
 @kernel
-def add_up_blocks(queue, me, partials, inner, dweight, dbias, chunk):
+def add_up_blocks(board, me, partials, inner, dweight, dbias, chunk):
     """Sums of `partials` over blocks and `inner` elements a channel; a task is `chunk` channels.
 
     Either of dweight and dbias may be empty and is left out then.
     """
     totals = np.empty(chunk)
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         first = task * chunk
         if dweight.size:
             _add_up(partials, 0, inner, dweight, first, min(chunk, dweight.size - first), totals)
         if dbias.size:
             _add_up(partials, 1, inner, dbias, first, min(chunk, dbias.size - first), totals)
-        task = next_task(queue, me)
+        task = next_task(board, me)

@@ -29,13 +29,13 @@ from .elements import (
     kernel,
     load,
     load_scratch,
-    next_task,
     scratch,
     store,
     strict_function,
 )
 from .pieces import columns_piece, segments_chunk, segments_chunks, segments_unit
 from .plan import Columns, Segments, statistics_plan
+from .tasks import next_task
 from .threads import run
 
 __all__ = ["moments", "update_running"]
@@ -148,12 +148,12 @@ def segments_part(x, base, stride, outer, inner, chunk_rows, chunk_length, part_
 
 @kernel
 def _moments_segments(
-    queue, me, x, partials, batch, outer, group, inner,
+    board, me, x, partials, batch, outer, group, inner,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; `partials[statistic, part]` gets (count, mean, m2)."""
     units = batch * group * parts
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             statistic, part, base = segments_unit(unit, outer, group, inner, parts)
@@ -161,7 +161,7 @@ def _moments_segments(
                 x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks, part
             )
             _write_moments(partials, statistic, part, moments)
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 # --- columns: every position has moments of its own ---------------------------
@@ -251,7 +251,9 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
 
     These have `rows` elements each, those of the first `tail_rows` copies one more.
     """
-    pivot = mean[channel * inner]
+    if fold * inner == 1:  # nothing to merge, and no other rows
+        return np.float64(rows), load_scratch(mean, channel), load_scratch(m2, channel)
+    pivot = load_scratch(mean, channel * inner)
     if not math.isfinite(pivot):
         pivot = 0.0
     count = np.float64((fold * rows + tail_rows) * inner)
@@ -278,14 +280,15 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
 
 @kernel
 def _moments_columns(
-    queue, me, x, partials, batch, outer, group, inner,
+    board, me, x, partials, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
     most = fold * block_channels * inner
-    center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
-    mean, m2 = np.empty(most), np.empty(most)
-    task = next_task(queue, me)
+    blocks, positions = scratch(x, (3, most)), np.empty((2, most))
+    center, total, squares = blocks[0], blocks[1], blocks[2]
+    mean, m2 = positions[0], positions[1]
+    task = next_task(board, me)
     while task >= 0:
         statistic, channels, part, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
@@ -297,7 +300,7 @@ def _moments_columns(
         for channel in range(channels):
             moments = channel_of_columns(channel, channels, fold, inner, height, tail, mean, m2)
             _write_moments(partials, statistic + channel, part, moments)
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 # --- both ---------------------------------------------------------------------
@@ -326,14 +329,14 @@ def merge_parts(partials, statistic):
 @strict_function
 def save(statistics, statistic, count, center, m2, eps):
     """Write a statistic's mean, inv_std, residual (what rounding took from the mean) and var."""
-    mean = statistics[0]
+    mean, inv_std, residual, variance = statistics[0], statistics[1], statistics[2], statistics[3]
     rounded = as_accumulator(mean, center)
     low = center - np.float64(rounded) if math.isfinite(center) else 0.0
     var = m2 / count
-    statistics[0, statistic] = rounded
-    statistics[1, statistic] = as_accumulator(mean, 1.0 / math.sqrt(var + eps))
-    statistics[2, statistic] = as_accumulator(mean, low)
-    statistics[3, statistic] = as_accumulator(mean, var)
+    store(mean, statistic, rounded)
+    store(inv_std, statistic, as_accumulator(mean, 1.0 / math.sqrt(var + eps)))
+    store(residual, statistic, as_accumulator(mean, low))
+    store(variance, statistic, as_accumulator(mean, var))
 
 
 @kernel
@@ -365,18 +368,35 @@ def moments(x, geometry: Geometry):
 
 # --- running statistics -------------------------------------------------------
 
-_blend = device_function(running.blend)
+_blend = strict_function(running.blend)
 
 
-@device_function
+@strict_function
+def _blend_one(values, i, batch, factor):
+    new = _blend(np.float64(load_scratch(values, i)), batch, factor)
+    store(values, i, as_accumulator(values, new))
+
+
+@strict_function
+def blend_running(statistics, statistic, running_mean, running_var, scale, factor):
+    """Take a statistic that `save` has written into the running ones, of the same type."""
+    if running_mean.size:
+        _blend_one(
+            running_mean, statistic, np.float64(load_scratch(statistics[0], statistic)), factor
+        )
+    if running_var.size:
+        var = np.float64(load_scratch(statistics[3], statistic)) * scale
+        _blend_one(running_var, statistic, var, factor)
+
+
+@strict_function
 def _blend_all(values, batch, scale, factor):
     samples = batch.size // values.size
     for i in range(values.size):
         total = 0.0
         for sample in range(samples):
             total += np.float64(load(batch, sample * values.size + i))
-        new = _blend(np.float64(load_scratch(values, i)), total / samples * scale, factor)
-        store(values, i, as_accumulator(values, new))
+        _blend_one(values, i, total / samples * scale, factor)
 
 
 @kernel
@@ -395,10 +415,8 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     none = NONE[mean.dtype]
     mean_values = none if running_mean is None else dense(running_mean)
     var_values = none if running_var is None else dense(running_var)
-    _update_running(
-        flat(mean_values), flat(var_values), mean.reshape(-1), var.reshape(-1), scale, factor
-    )
-    if running_mean is not None and mean_values is not running_mean:
+    _update_running(flat(mean_values), flat(var_values), flat(mean), flat(var), scale, factor)
+    if mean_values is not running_mean and running_mean is not None:
         running_mean[...] = mean_values
-    if running_var is not None and var_values is not running_var:
+    if var_values is not running_var and running_var is not None:
         running_var[...] = var_values

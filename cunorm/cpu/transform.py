@@ -20,10 +20,8 @@ from .elements import (
     device_function,
     flat,
     kernel,
-    last_task,
     load,
     load_scratch,
-    next_task,
     scratch,
     store,
     store_streaming,
@@ -42,6 +40,7 @@ from .plan import Columns, Rows, Segments, plan, statistics_plan, stays_near
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
     NONE,
+    blend_running,
     channel_of_columns,
     columns_moments,
     merge_moments,
@@ -53,6 +52,7 @@ from .statistics import (
     segments_part,
     update_running,
 )
+from .tasks import last_task, next_task
 from .threads import get_num_threads, run
 
 __all__ = ["infer", "normalize", "transform"]
@@ -111,14 +111,14 @@ def segments_transform(
 
 @kernel
 def _transform_segments(
-    queue, me, x, y, mean, residual, inv_std, weight, bias, streaming,
+    board, me, x, y, mean, residual, inv_std, weight, bias, streaming,
     batch, outer, group, inner, members, parameters,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` parts; the last part goes first, being nearest."""
     units = batch * group * parts
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
-    task = last_task(queue, me)
+    task = last_task(board, me)
     while task >= 0:
         for unit in range(task * task_units, min(units, (task + 1) * task_units)):
             channel, part, base = segments_unit(unit, outer, group, inner, parts)
@@ -131,13 +131,14 @@ def _transform_segments(
                 part * part_chunks, min(chunks, (part + 1) * part_chunks),
                 load(mean, statistic), scale, shift, streaming,
             )  # fmt: skip
-        task = last_task(queue, me)
+        task = last_task(board, me)
 
 
 @kernel
 def _normalize_segments(
-    queue, me, x, y, weight, bias, eps, statistics, streaming, members, parameters,
-    batch, outer, group, inner, task_units, chunk_rows, chunk_length, part_chunks, parts,
+    board, me, x, y, weight, bias, running_mean, running_var, eps, scale, factor, statistics,
+    streaming, members, parameters, batch, outer, group, inner,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is `task_units` whole statistics; `statistics` gets what `save` writes.
 
@@ -147,7 +148,7 @@ def _normalize_segments(
     units = batch * group
     stride = group * inner
     length = inner // members
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
             _, _, base = segments_unit(statistic, outer, group, inner, 1)
@@ -159,6 +160,7 @@ def _normalize_segments(
                 center, m2 = merge_moments(count, center, m2, size, part_mean, part_m2)
                 count += size
             save(statistics, statistic, count, center, m2, eps)
+            blend_running(statistics, statistic, running_mean, running_var, scale, factor)
             first = statistic * members % parameters
             for member in range(members):
                 scale, shift = _coefficients(
@@ -168,7 +170,7 @@ def _normalize_segments(
                     x, y, base + member * length, stride, outer, length,
                     load_scratch(mean, statistic), scale, shift, streaming,
                 )  # fmt: skip
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 # --- columns ------------------------------------------------------------------
@@ -244,14 +246,15 @@ def _spread(
 
 @kernel
 def _transform_columns(
-    queue, me, x, y, mean, residual, inv_std, weight, bias, streaming, members, parameters,
+    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
     most = fold * block_channels * inner
-    block_mean, block_scale, block_shift = scratch(x, most), scratch(x, most), scratch(x, most)
-    task = last_task(queue, me)
+    blocks = scratch(x, (3, most))
+    block_mean, block_scale, block_shift = blocks[0], blocks[1], blocks[2]
+    task = last_task(board, me)
     while task >= 0:
         statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
@@ -264,24 +267,26 @@ def _transform_columns(
             x, y, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, block_mean, block_scale, block_shift, streaming,
         )  # fmt: skip
-        task = last_task(queue, me)
+        task = last_task(board, me)
 
 
 @kernel
 def _normalize_columns(
-    queue, me, x, y, weight, bias, eps, statistics, streaming, members, parameters,
-    batch, outer, group, inner,
+    board, me, x, y, weight, bias, running_mean, running_var, eps, scale, factor, statistics,
+    streaming, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one block of whole channels; `statistics` gets what `save` writes."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
-    center, total, squares = scratch(x, most), scratch(x, most), scratch(x, most)
-    block_mean, block_scale, block_shift = scratch(x, most), scratch(x, most), scratch(x, most)
-    position_mean, position_m2 = np.empty(most), np.empty(most)
+    blocks = scratch(x, (6, most))
+    center, total, squares = blocks[0], blocks[1], blocks[2]
+    block_mean, block_scale, block_shift = blocks[3], blocks[4], blocks[5]
+    positions = np.empty((2, most))
+    position_mean, position_m2 = positions[0], positions[1]
     moments = np.empty((block_channels, 3))
     stride = fold * group * inner
-    task = next_task(queue, me)
+    task = next_task(board, me)
     while task >= 0:
         statistic, channels, _, start, _, _ = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
@@ -310,6 +315,7 @@ def _normalize_columns(
                 statistics, statistic + channel,
                 moments[channel, 0], moments[channel, 1], moments[channel, 2], eps,
             )  # fmt: skip
+            blend_running(statistics, statistic + channel, running_mean, running_var, scale, factor)
         _spread(
             x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std,
             weight, bias, block_mean, block_scale, block_shift,
@@ -318,19 +324,19 @@ def _normalize_columns(
             x, y, start, stride, rows, width, tail_rows * channels * inner,
             block_mean, block_scale, block_shift, streaming,
         )  # fmt: skip
-        task = next_task(queue, me)
+        task = next_task(board, me)
 
 
 @kernel
-def _finish_normalization(partials, eps, statistics):
+def _finish_normalization(partials, running_mean, running_var, eps, scale, factor, statistics):
     for statistic in range(partials.shape[0]):
         count, center, m2 = merge_parts(partials, statistic)
         save(statistics, statistic, count, center, m2, eps)
+        blend_running(statistics, statistic, running_mean, running_var, scale, factor)
 
 
 @kernel
-def _given_statistics(running_mean, running_var, eps, statistics):
-    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
+def _given_statistics(running_mean, running_var, eps, mean, inv_std, residual):
     for i in range(mean.size):
         center = np.float64(load(running_mean, i))
         rounded = as_accumulator(mean, center)
@@ -400,14 +406,20 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
     """Transform of x with running statistics into `out`.
 
-    Returns mean, inv_std and residual (what rounding took from the mean) as the rows of
-    one array, in the accumulator type.
+    Returns mean, inv_std and residual (what rounding took from the mean) in the accumulator
+    type.
     """
-    statistics = np.empty((3, geometry.statistics), statistics_dtype(x.dtype))
-    _given_statistics(flat(dense(running_mean)), flat(dense(running_var)), eps, statistics)
-    mean, inv_std, residual = statistics
+    number, dtype = geometry.statistics, statistics_dtype(x.dtype)
+    mean, inv_std, residual = (
+        np.empty(number, dtype),
+        np.empty(number, dtype),
+        np.empty(number, dtype),
+    )
+    _given_statistics(
+        flat(dense(running_mean)), flat(dense(running_var)), eps, mean, inv_std, residual
+    )
     transform(x, mean, residual, inv_std, weight, bias, geometry, out)
-    return statistics
+    return mean, inv_std, residual
 
 
 def normalize(
@@ -423,21 +435,14 @@ def normalize(
     """
     dtype = statistics_dtype(x.dtype)
     statistics = np.empty((4, geometry.statistics), dtype)
-    if weight is not None:
+    if weight_offset and weight is not None:
         weight = parameter(weight, dtype, weight_offset)
+    # Running statistics of the accumulator type are blended where the batch's are saved.
+    none = NONE[dtype]
+    mean = running_mean if _are_plain(running_mean, dtype) else none
+    var = running_var if _are_plain(running_var, dtype) else none
     fused = _fused(geometry, x.itemsize, centered, get_num_threads())
-    if fused is not None:
-        kernel, tasks, last = fused
-        if kernel is normalize_rows:
-            weight = row_parameter(weight, dtype, geometry, 1.0)
-            bias = row_parameter(bias, dtype, geometry, 0.0)
-        else:
-            weight, bias = parameter(weight, dtype), parameter(bias, dtype)
-        run(
-            kernel, tasks, 2 * x.nbytes, flat(x), flat(out), weight, bias, eps, statistics,
-            x.nbytes >= STREAMING_BYTES, *last,
-        )  # fmt: skip
-    else:
+    if fused is None:
         if centered:
             partials = partial_moments(x, geometry)
         else:
@@ -448,12 +453,29 @@ def normalize(
                 squares_rows, cut.tasks, x.nbytes, flat(x), partials,
                 *row_extents(geometry), *cut.arguments,
             )  # fmt: skip
-        _finish_normalization(partials, eps, statistics)
-        mean, inv_std, residual, _ = statistics
-        transform(x, mean, residual, inv_std, weight, bias, geometry, out)
-    if running_mean is not None or running_var is not None:
-        mean = statistics[0]
-        if running_mean is not None and running_mean.dtype == np.float64:
-            mean = mean + statistics[2].astype(np.float64)
-        update_running(running_mean, running_var, mean, statistics[3], scale, factor)
+        _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
+        transform(x, statistics[0], statistics[2], statistics[1], weight, bias, geometry, out)
+    else:
+        kernel, tasks, last = fused
+        if kernel is normalize_rows:
+            weight = row_parameter(weight, dtype, geometry, 1.0)
+            bias = row_parameter(bias, dtype, geometry, 0.0)
+        else:
+            weight, bias = parameter(weight, dtype), parameter(bias, dtype)
+        run(
+            kernel, tasks, 2 * x.nbytes, flat(x), flat(out), weight, bias, mean, var,
+            eps, scale, factor, statistics, x.nbytes >= STREAMING_BYTES, *last,
+        )  # fmt: skip
+    if mean is not running_mean and running_mean is not None:
+        center = statistics[0]
+        if running_mean.dtype == np.float64:
+            center = center + statistics[2].astype(np.float64)
+        update_running(running_mean, None, center, none, scale, factor)
+    if var is not running_var and running_var is not None:
+        update_running(None, running_var, none, statistics[3], scale, factor)
     return statistics
+
+
+def _are_plain(running, dtype):
+    """Whether running statistics lie as `blend_running` takes them."""
+    return running is not None and running.dtype is dtype and running.flags.carray

@@ -157,19 +157,17 @@ def batch_norm_forward(
     (x, weight, bias, running_mean, running_var, out), place = arrays.adopt(
         _FORWARD_NAMES, x, weight, bias, running_mean, running_var, out
     )
-    axis, number, count = channels_of(x, channel_axis)
-    checks.per_channel("weight", weight, number, x.dtype)
-    checks.per_channel("bias", bias, number, x.dtype)
-    checks.per_channel("running_mean", running_mean, number, x.dtype)
-    checks.per_channel("running_var", running_var, number, x.dtype)
+    checks.present("x", x)
     factor = checks.averaging_factor(momentum, exponential_average_factor)
-    eps = checks.not_negative("eps", eps)
-    correction = checks.not_negative("correction", correction)
-    training = checks.flag("training", training)
-    scale = running_scale(
-        training, "training", running_mean, running_var, count, correction,
-        checks.several_values, x=x, weight=weight, bias=bias,
+    axis, number, training, eps, scale = _forward_arguments(
+        x.shape, x.dtype, channel_axis, training, eps, correction,
+        *[
+            None if vector is None else (vector.shape, vector.dtype)
+            for vector in (weight, bias, running_mean, running_var)
+        ],
     )  # fmt: skip
+    if training:
+        checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
     if out is not None:
         checks.output(
             out, x, ("x",),
@@ -195,13 +193,44 @@ def batch_norm_forward(
             statistics = verbs.infer(
                 source, running_mean, running_var, weight, bias, eps, geometry, operands.out
             )
-        y = operands.finish()
-        export = place.export
+        y, mean, inv_std, residual = place.export(
+            operands.finish(), statistics[0], statistics[1], statistics[2]
+        )
         saved = BatchNormSaved(
-            export(statistics[0]), export(statistics[1]), export(statistics[2]),
-            training, axis, x.shape, None if bias is None else bias.dtype,
-        )  # fmt: skip
-        return export(y) if given is None else given, saved
+            mean, inv_std, residual, training, axis, x.shape, None if bias is None else bias.dtype
+        )
+        return y if given is None else given, saved
+
+
+@checks.once
+def _forward_arguments(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    channel_axis: Any,
+    training: Any,
+    eps: Any,
+    correction: Any,
+    *headers: tuple[tuple[int, ...], np.dtype] | None,
+) -> tuple[int, int, bool, float, float]:
+    """(channel axis, channels, training, eps, scale) of a forward call.
+
+    `headers` are those of weight, bias and running statistics; what depends on more of the
+    arrays is not checked here.
+    """
+    channel_axis = checks.integer("channel_axis", channel_axis)
+    axis, number, count = checks.channels("x", shape, dtype, channel_axis)
+    for name, header in zip(_FORWARD_NAMES[1:-1], headers, strict=True):
+        if header is not None:
+            checks.header(name, *header, (number,), checks.ONE_A_CHANNEL, dtype)
+    eps = checks.not_negative("eps", eps)
+    correction = checks.not_negative("correction", correction)
+    training = checks.flag("training", training)
+    mean, var = headers[2:]
+    scale = running_scale(
+        training, "training", mean is not None, var is not None, count, correction,
+        checks.several_values, shape,
+    )  # fmt: skip
+    return axis, number, training, eps, scale
 
 
 def batch_norm_backward(
@@ -295,7 +324,7 @@ def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
             order, (source,) = arrays.dense((x,))
             geometry = batch_norm_geometry(source.shape, order.index(axis))
             mean, m2 = place.backend.statistics.moments(source, geometry)
-        return Moments(count, place.export(mean), place.export(m2))
+        return Moments(count, *place.export(mean, m2))
 
 
 def batch_norm_transform(
@@ -354,8 +383,8 @@ def batch_norm_transform(
                 source, *split_mean(mean, dtype, place.xp), as_dtype(inv_std, dtype), weight, bias,
                 batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
             )  # fmt: skip
-        result = operands.finish()
-        return place.export(result) if given is None else given
+        (result,) = place.export(operands.finish())
+        return result if given is None else given
 
 
 def batch_norm_backward_reduce(
@@ -400,7 +429,8 @@ def batch_norm_backward_reduce(
             sum_dy, sum_dy_xmu = place.backend.backward.reduce(
                 gradient, source, *split_mean(mean, dtype, place.xp), geometry
             )
-        return place.export(sum_dy), place.export(sum_dy_xmu)
+        sum_dy, sum_dy_xmu = place.export(sum_dy, sum_dy_xmu)
+        return sum_dy, sum_dy_xmu
 
 
 def batch_norm_backward_transform(
@@ -472,8 +502,8 @@ def batch_norm_backward_transform(
                 as_dtype(sum_dy, dtype), as_dtype(sum_dy_xmu, dtype), count,
                 batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
             )  # fmt: skip
-        result = operands.finish()
-        return place.export(result) if given is None else given
+        (result,) = place.export(operands.finish())
+        return result if given is None else given
 
 
 def update_running_statistics(
@@ -517,11 +547,10 @@ def update_running_statistics(
     number = mean.shape[0]
     checks.statistic("mean", mean, (number,))
     checks.statistic("var", var, (number,))
-    checks.separate(running_mean, running_var)
     for name, array in (("running_mean", running_mean), ("running_var", running_var)):
         if array is not None:
             checks.statistic(name, array, (number,))
-            checks.writable(name, array)
+    checks.running_statistics(running_mean, running_var)
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     correction = checks.not_negative("correction", correction)
     count = checks.number_of_values("count", count, 0)

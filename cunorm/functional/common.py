@@ -52,30 +52,28 @@ def channels_of(x: Any, channel_axis: Any) -> tuple[int, int, int]:
 def running_scale(
     own: bool,
     name: str,
-    running_mean: Any,
-    running_var: Any,
+    running_mean: bool,
+    running_var: bool,
     count: int,
     correction: float,
     several: Callable[[int, tuple[int, ...]], None],
-    **inputs: Any,
+    shape: tuple[int, ...],
 ) -> float:
     """What the batch's biased variance counts in the running one, of `count` values.
 
-    Checks running statistics that are to be updated, if x's `own` statistics are used (`name`
-    is the argument that says so), or used; `several` values are needed for x's own.
+    `own` says whether x's statistics are used, and `name` is the argument that says so; whether
+    there are running statistics is checked if they are not, whether x, of this `shape`, has
+    `several` values if they are.
     """
     if not own:
-        for label, array in (("running_mean", running_mean), ("running_var", running_var)):
-            if array is None:
+        for label, given in (("running_mean", running_mean), ("running_var", running_var)):
+            if not given:
                 raise ValueError(f"{label}: expected an array when {name} is False, got None")
         return 1.0
-    checks.separate(running_mean, running_var, **inputs)
-    checks.writable("running_mean", running_mean)
-    checks.writable("running_var", running_var)
-    if inputs["x"].size == 0:
+    if prod(shape) == 0:
         return 1.0
-    several(count, inputs["x"].shape)
-    if running_var is None:
+    several(count, shape)
+    if not running_var:
         return 1.0
     checks.correctable(count, correction)
     return running.bessel(count, correction)
@@ -192,8 +190,8 @@ def backward(
             wanted if centered else (*wanted, False),
             (weight_dtype, bias_dtype or inv_std.dtype), out, **options,
         )  # fmt: skip
-        export = place.export
-        return export(dx) if given is None else given, export(dweight), export(dbias)
+        dx, dweight, dbias = place.export(dx, dweight, dbias)
+        return dx if given is None else given, dweight, dbias
 
 
 def gradients_of(
@@ -218,7 +216,7 @@ def gradients_of(
     number = prod(shape)
     dweight = xp.empty(number, dtypes[0]) if want_dweight else None
     dbias = xp.empty(number, dtypes[1]) if want_dbias else None
-    dx, order = None, tuple(range(x.ndim))
+    dx, order = None, arrays.axes(x.ndim)
     if x.size == 0:
         for gradient in (dweight, dbias):
             if gradient is not None:

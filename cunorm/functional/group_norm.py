@@ -116,12 +116,12 @@ def group_norm_forward(
 
     with place:
         y, (mean, inv_std, residual, *_) = normalize(place, x, weight, bias, eps, layout, out)
-        export = place.export
+        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual)
         saved = GroupNormSaved(
-            export(mean), export(inv_std), export(residual), num_groups,
+            mean, inv_std, residual, num_groups,
             layout.parameters[0], x.shape, None if bias is None else bias.dtype,
         )  # fmt: skip
-        return export(y) if given is None else given, saved
+        return y if given is None else given, saved
 
 
 def group_norm_backward(

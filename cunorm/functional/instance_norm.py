@@ -151,10 +151,11 @@ def instance_norm_forward(
     correction = checks.not_negative("correction", correction)
     use_input_stats = checks.flag("use_input_stats", use_input_stats)
     scale = running_scale(
-        use_input_stats, "use_input_stats", running_mean, running_var,
-        x.size // max(1, x.shape[0] * number), correction,
-        checks.several_spatial_values, x=x, weight=weight, bias=bias,
+        use_input_stats, "use_input_stats", running_mean is not None, running_var is not None,
+        x.size // max(1, x.shape[0] * number), correction, checks.several_spatial_values, x.shape,
     )  # fmt: skip
+    if use_input_stats:
+        checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
     if out is not None:
         checks.output(
             out, x, ("x",),
@@ -186,12 +187,12 @@ def instance_norm_forward(
                 )
             y = operands.finish()
             mean, inv_std, residual = (place.xp.tile(row, (x.shape[0], 1)) for row in rows[:3])
-        export = place.export
+        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual)
         saved = InstanceNormSaved(
-            export(mean), export(inv_std), export(residual),
+            mean, inv_std, residual,
             use_input_stats, axis, x.shape, None if bias is None else bias.dtype,
         )  # fmt: skip
-        return export(y) if given is None else given, saved
+        return y if given is None else given, saved
 
 
 def instance_norm_backward(

@@ -111,12 +111,12 @@ def layer_norm_forward(
 
     with place:
         y, (mean, inv_std, residual, *_) = normalize(place, x, weight, bias, eps, layout, out)
-        export = place.export
+        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual)
         saved = LayerNormSaved(
-            export(mean), export(inv_std), export(residual),
+            mean, inv_std, residual,
             len(layout.statistics), x.shape, None if bias is None else bias.dtype,
         )  # fmt: skip
-        return export(y) if given is None else given, saved
+        return y if given is None else given, saved
 
 
 def layer_norm_backward(

@@ -114,10 +114,9 @@ def rms_norm_forward(
         y, (_, inv_std, *_) = normalize(
             place, x, weight, None, eps, layout, out, centered=False, weight_offset=weight_offset
         )
-        saved = RMSNormSaved(
-            None, place.export(inv_std), None, len(layout.statistics), x.shape, weight_offset
-        )
-        return place.export(y) if given is None else given, saved
+        y, inv_std = place.export(y, inv_std)
+        saved = RMSNormSaved(None, inv_std, None, len(layout.statistics), x.shape, weight_offset)
+        return y if given is None else given, saved
 
 
 def rms_norm_backward(
