@@ -112,7 +112,7 @@ def threads():
 
 
 def _cut_for_cpu(monkeypatch, resident):
-    from cunorm.cpu import backward, plan, threads, transform
+    from cunorm.cpu import backward, plan, pool, transform
 
     size = 1 << 40 if resident else 0
     for name, value in {
@@ -129,7 +129,9 @@ def _cut_for_cpu(monkeypatch, resident):
     }.items():
         assert hasattr(plan, name), name
         monkeypatch.setattr(plan, name, value)
-    monkeypatch.setattr(threads, "_BYTES_PER_THREAD", 64)
+    for name in ("_BYTES_PER_LISTENER", "_BYTES_PER_SLEEPER"):
+        assert hasattr(pool, name), name
+        monkeypatch.setattr(pool, name, 64)
     for module in (transform, backward):
         monkeypatch.setattr(module, "STREAMING_BYTES", 0)
 
@@ -148,10 +150,12 @@ def small_pieces(monkeypatch, backend):
 
     Called with what to change: `resident` whether channels stay near the cache.
     """
-    from cunorm.cpu import plan
+    from cunorm.cpu import backward, plan, transform
     from cunorm.cuda import launch
 
-    caches = (plan.plan, launch.plan, launch.sweep)
+    caches = [launch.plan, launch.sweep]
+    for module in (plan, transform, backward):
+        caches += [f for f in vars(module).values() if hasattr(f, "cache_clear")]
 
     def cut(resident: bool) -> None:
         (_cut_for_cpu if backend == "cpu" else _cut_for_cuda)(monkeypatch, resident)

@@ -149,7 +149,7 @@ def test_queue(name, tasks, slots):
 
 def test_interrupted_wait(threads):
     """Ctrl-C while helpers work: it comes through, but not before they are out."""
-    from cunorm.cpu import threads as module
+    from cunorm.cpu import pool as module
 
     threads(2)
     inside = []
@@ -226,8 +226,8 @@ assert (cunorm.batch_norm_forward(x)[0] == expected).all()
 
 def test_listening_helper(threads):
     """After a call its helper hears of the next one without being woken."""
+    from cunorm.cpu import pool as module
     from cunorm.cpu import tasks
-    from cunorm.cpu import threads as module
 
     threads(2)
     inside = threading.Event()
@@ -264,7 +264,7 @@ def test_listening_helper(threads):
 
 def test_error_leaves_no_tasks_on_the_board(threads):
     """A helper that hears of a call too late finds none of its tasks, nor does the next call."""
-    from cunorm.cpu import threads as module
+    from cunorm.cpu import pool as module
 
     threads(2)
 
@@ -280,7 +280,7 @@ def test_error_leaves_no_tasks_on_the_board(threads):
 
 
 def test_error_in_a_helper_reaches_the_caller(threads):
-    from cunorm.cpu import threads as module
+    from cunorm.cpu import pool as module
 
     threads(2)
 

@@ -43,6 +43,7 @@ from .pieces import (
     spread,
 )
 from .plan import Columns, Rows, Segments, plan, stays_near
+from .pool import run
 from .rows import (
     add_up_blocks,
     backward_rows,
@@ -53,7 +54,7 @@ from .rows import (
 )
 from .statistics import NONE, parameter, residual_times
 from .tasks import last_task, next_task
-from .threads import get_num_threads, run
+from .threads import get_num_threads
 from .transform import STREAMING_BYTES, columns_transform, segments_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]

@@ -35,8 +35,8 @@ from .elements import (
 )
 from .pieces import columns_piece, segments_chunk, segments_chunks, segments_unit
 from .plan import Columns, Segments, statistics_plan
+from .pool import run
 from .tasks import next_task
-from .threads import run
 
 __all__ = ["moments", "update_running"]
 

@@ -37,6 +37,7 @@ from .pieces import (
     spread,
 )
 from .plan import Columns, Rows, Segments, plan, statistics_plan, stays_near
+from .pool import run
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
     NONE,
@@ -53,7 +54,7 @@ from .statistics import (
     update_running,
 )
 from .tasks import last_task, next_task
-from .threads import get_num_threads, run
+from .threads import get_num_threads
 
 __all__ = ["infer", "normalize", "transform"]
 
