@@ -28,6 +28,7 @@ from .elements import (
     kernel,
     load,
     load_scratch,
+    prefetch,
     scratch,
     store,
     store_streaming,
@@ -55,7 +56,12 @@ from .rows import (
 from .statistics import NONE, parameter, residual_times
 from .tasks import last_task, next_task
 from .threads import get_num_threads
-from .transform import STREAMING_BYTES, columns_transform, segments_transform
+from .transform import (
+    STREAMING_BYTES,
+    columns_transform,
+    next_statistic,
+    segments_transform,
+)
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
@@ -127,7 +133,11 @@ def _segments_part(
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         for r in range(row, row + rows):
-            run_dy, run_dy_xmu = _run_reduce(dy, x, base + r * stride + offset, length, mean)
+            start = base + r * stride + offset
+            if rows > 1:
+                prefetch(dy, start + stride, length)
+                prefetch(x, start + stride, length)
+            run_dy, run_dy_xmu = _run_reduce(dy, x, start, length, mean)
             sum_dy += run_dy
             sum_dy_xmu += run_dy_xmu
         if dx.size:
@@ -176,13 +186,17 @@ def _run_gradient(put, dy, x, dx, start, end, mean, scale, slope, offset):
 @device_function
 def _segments_gradient(
     dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, first_chunk, last_chunk,
-    mean, scale, slope, offset, streaming,
+    mean, scale, slope, offset, ahead, streaming,
 ):  # fmt: skip
+    """Dx of the chunks [first_chunk, last_chunk). Runs that are `ahead` are read soon; 0: none."""
     for chunk in range(first_chunk, last_chunk):
         row, rows, begin, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         for r in range(row, row + rows):
             start = base + r * stride + begin
             end = start + length
+            if ahead > 0:
+                prefetch(dy, start + ahead, length)
+                prefetch(x, start + ahead, length)
             first, last = streaming_range(dx, start, end, streaming)
             _run_gradient(store, dy, x, dx, start, first, mean, scale, slope, offset)
             _run_gradient(store_streaming, dy, x, dx, first, last, mean, scale, slope, offset)
@@ -211,7 +225,7 @@ def _gradient_segments(
                 dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
                 part * part_chunks, min(chunks, (part + 1) * part_chunks), load(mean, statistic),
                 _scale(x, statistic, channel % parameters, inv_std, weight),
-                slope, offset, streaming,
+                slope, offset, group * inner if chunk_rows > 1 else 0, streaming,
             )  # fmt: skip
         task = last_task(board, me)
 
@@ -228,6 +242,7 @@ def _backward_segments(
     count = np.float64(outer * members * inner)
     stride = group * inner
     zero = as_accumulator(x, 0.0)
+    ahead = next_statistic(x, 2 * outer, members * inner)
     task = next_task(board, me)
     while task >= 0:
         for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
@@ -253,7 +268,7 @@ def _backward_segments(
                 _segments_gradient(
                     dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, 0, chunks,
                     center, _scale(x, statistic, first + member, inv_std, weight),
-                    slope, offset, streaming,
+                    slope, offset, ahead, streaming,
                 )  # fmt: skip
         task = next_task(board, me)
 

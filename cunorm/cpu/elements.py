@@ -17,6 +17,7 @@ import warnings
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
 
@@ -187,6 +188,33 @@ def _address_of(typing_context, array, index):
         return builder.ptrtoint(address, ir.IntType(64))
 
     return types.int64(array, types.intp), generate
+
+
+@intrinsic
+def _prefetch(typing_context, array, index):
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature.args[0], *arguments)
+        byte = builder.bitcast(address, ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte.type, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [byte, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@device_function
+def prefetch(array, start, length):
+    """Fetch a run that will be read soon; it need not lie in the array.
+
+    The hardware notices only after some lines that a run is read on and on; runs of more than
+    4 KiB are left to it.
+    """
+    line = 64 // array.itemsize
+    if length <= 64 * line:
+        for i in range(start, start + length, line):
+            _prefetch(array, i)
 
 
 @device_function

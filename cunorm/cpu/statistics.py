@@ -29,6 +29,7 @@ from .elements import (
     kernel,
     load,
     load_scratch,
+    prefetch,
     scratch,
     store,
     strict_function,
@@ -120,6 +121,8 @@ def segments_chunk_moments(x, start, stride, rows, length):
     pivot = _pivot(x, start)
     total = 0.0
     for row in range(rows):
+        if rows > 1:
+            prefetch(x, start + (row + 1) * stride, length)
         total += _run_sum(x, start + row * stride, length, pivot)
     center = as_accumulator(x, pivot + total / count)
     total = 0.0

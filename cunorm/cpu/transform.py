@@ -22,6 +22,7 @@ from .elements import (
     kernel,
     load,
     load_scratch,
+    prefetch,
     scratch,
     store,
     store_streaming,
@@ -62,6 +63,9 @@ __all__ = ["infer", "normalize", "transform"]
 # still to be read and be gone themselves before anyone reads them.
 STREAMING_BYTES = 16 << 20
 
+# Of a second-level cache.
+NEAR_BYTES = 1 << 20
+
 
 @strict_function
 def _coefficients(x, statistic, parameter, residual, inv_std, weight, bias):
@@ -87,10 +91,15 @@ def _run_transform(put, x, y, start, end, mean, scale, shift):
 
 
 @device_function
-def _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, streaming):
-    """Transform `rows` runs of `length` elements, `stride` apart."""
+def _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, ahead, streaming):
+    """Transform `rows` runs of `length` elements, `stride` apart.
+
+    Runs that are `ahead` are read soon; 0: none.
+    """
     for r in range(rows):
         begin = start + r * stride
+        if ahead > 0:
+            prefetch(x, begin + ahead, length)
         end = begin + length
         first, last = streaming_range(y, begin, end, streaming)
         _run_transform(store, x, y, begin, first, mean, scale, shift)
@@ -107,7 +116,14 @@ def segments_transform(
     for chunk in range(first_chunk, last_chunk):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         start = base + row * stride + offset
-        _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, streaming)
+        ahead = stride if rows > 1 else 0
+        _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, ahead, streaming)
+
+
+@device_function
+def next_statistic(x, outer, inner):
+    """How far the runs of the next statistic are, if they fit the cache beside this one's; or 0."""
+    return inner if 2 * outer * inner * x.itemsize <= NEAR_BYTES else 0
 
 
 @kernel
@@ -149,6 +165,7 @@ def _normalize_segments(
     units = batch * group
     stride = group * inner
     length = inner // members
+    ahead = next_statistic(x, outer, inner)
     task = next_task(board, me)
     while task >= 0:
         for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
@@ -169,7 +186,7 @@ def _normalize_segments(
                 )
                 _runs_transform(
                     x, y, base + member * length, stride, outer, length,
-                    load_scratch(mean, statistic), scale, shift, streaming,
+                    load_scratch(mean, statistic), scale, shift, ahead, streaming,
                 )  # fmt: skip
         task = next_task(board, me)
 
