@@ -117,6 +117,16 @@ def _coefficients(x, row, mean, residual, inv_std):
     return load_scratch(mean, row), scale, as_accumulator(x, shift)
 
 
+@device_function
+def _lag(x, length):
+    """By how many rows the transform follows the statistics.
+
+    What lies between them, divisions one after another, takes as long as a sweep over a short
+    row; meanwhile the processor works on another one.
+    """
+    return 1 if length * x.itemsize <= 4096 else 0
+
+
 @kernel
 def normalize_rows(
     board, me, x, y, weight, bias, running_mean, running_var, eps, scale, factor, statistics,
@@ -127,18 +137,30 @@ def normalize_rows(
     Statistics of rows have no running ones: those are empty, and what belongs to them unused.
     """
     of_rows = (statistics[0], statistics[2], statistics[1])
+    lag = _lag(x, length)
     task = next_task(board, me)
     while task >= 0:
         g = task % number
         first = task // number * block
-        for row in range(first * number + g, min(batch, first + block) * number, number):
-            base = row * length
-            if centered:
-                count, mean, m2 = segments_part(x, base, 0, 1, length, 1, chunk_length, pieces, 0)
-            else:
-                count, mean, m2 = np.float64(length), 0.0, _squares(x, base, length, chunk_length)
-            save(statistics, row, count, mean, m2, eps)
-            _transform(x, y, base, base + length, row, g, length, of_rows, weight, bias, streaming)
+        rows = min(batch - first, block)
+        for i in range(rows + lag):
+            if i < rows:
+                row = (first + i) * number + g
+                base = row * length
+                if centered:
+                    count, mean, m2 = segments_part(
+                        x, base, 0, 1, length, 1, chunk_length, pieces, 0
+                    )
+                else:
+                    count, mean = np.float64(length), 0.0
+                    m2 = _squares(x, base, length, chunk_length)
+                save(statistics, row, count, mean, m2, eps)
+            if i >= lag:
+                row = (first + i - lag) * number + g
+                base = row * length
+                _transform(
+                    x, y, base, base + length, row, g, length, of_rows, weight, bias, streaming
+                )
         task = next_task(board, me)
 
 

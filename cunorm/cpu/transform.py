@@ -61,7 +61,7 @@ __all__ = ["infer", "normalize", "transform"]
 
 # Outputs at least this large bypass the caches: they would push out the data
 # still to be read and be gone themselves before anyone reads them.
-STREAMING_BYTES = 16 << 20
+STREAMING_BYTES = 32 << 20
 
 # Of a second-level cache.
 NEAR_BYTES = 1 << 20
