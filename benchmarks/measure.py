@@ -36,31 +36,34 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
     """Times of calls, in seconds, from about so many seconds of measuring.
 
     Large arrays do not fit the caches, so that every call finds them cold; small ones are
-    called many times over and measured warm. Each call runs untimed before, because threads
-    of OpenMP (PyTorch's) spin on a core for a while after their work; not so the slow ones, to
-    which that is nothing.
+    called many times over and measured warm. Each sample is taken twice, the first time untimed,
+    because helper threads (PyTorch's and ours) stay awake on their cores for a while after their
+    work; not so the slow ones, to which that is nothing.
     """
     clock = time.perf_counter
-    repeats, rounds, slow = {}, {}, set()
+    took, repeats, rounds, slow = {}, {}, {}, set()
     for name, call in calls.items():
         call()  # compiles
         begin = clock()
         call()
-        took = clock() - begin
-        repeats[name] = max(1, round(_SAMPLE / max(took, 1e-7)))
-        if took > _SLOW:
+        took[name] = clock() - begin
+        repeats[name] = max(1, round(_SAMPLE / max(took[name], 1e-7)))
+        if took[name] > _SLOW:
             slow.add(name)
-        fitting = seconds / len(calls) / (took * (1 + repeats[name]))
+        fitting = seconds / len(calls) / (took[name] * 2 * repeats[name])
         rounds[name] = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(fitting)))
     most = max(rounds.values())
     samples: dict[Any, list[float]] = {name: [] for name in calls}
+    for name in slow:  # the first sample of these has been taken
+        samples[name].append(took[name])
     for turn in range(1, most + 1):
         for name, call in calls.items():
-            if turn * rounds[name] // most == len(samples[name]):
+            if turn * rounds[name] // most <= len(samples[name]):
                 continue  # a slow one, whose rounds are spread over the others'
-            if name not in slow:
-                call()
             number = repeats[name]
+            if name not in slow:
+                for _ in range(number):
+                    call()
             begin = clock()
             for _ in range(number):
                 call()

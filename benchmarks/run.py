@@ -1,6 +1,6 @@
 """The benchmark: all norms beside a copy of the same bytes, plain code and other libraries.
 
-    python benchmarks/run.py [--full] [--gpu] [--only TEXT] [--seconds 1] [--compiled]
+    python benchmarks/run.py [--full] [--gpu] [--only TEXT] [--seconds 0.4] [--compiled]
                              [--output FOLDER] [--save-baseline]
 
 In one run, interleaved, on NumPy's arrays or with --gpu on CuPy's. The table goes to standard
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all cases instead of a few of each")
     parser.add_argument("--gpu", action="store_true", help="on CuPy arrays")
     parser.add_argument("--only", default="", help="cases whose names contain this")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of measuring a case (1)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of measuring a case (0.4)")
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, on a GPU")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for results")
     parser.add_argument("--save-baseline", action="store_true", help=f"as {BASELINE.name} as well")
