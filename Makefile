@@ -3,10 +3,14 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: demo test lint bench bench-full wheel clean
+.PHONY: demo demo-parallel test lint bench bench-full wheel clean
 
 demo: .venv/installed-examples
 	$(BIN)/python examples/train_digits.py
+
+demo-parallel: .venv/installed-parallel
+	@echo "training in two processes of MPICH, which is in .venv ..."
+	$(BIN)/mpiexec -n 2 $(BIN)/python -m mpi4py examples/train_digits_parallel.py
 
 test: .venv/installed-dev lint
 	$(BIN)/python -m pytest

@@ -24,7 +24,7 @@ import contenders
 import measure
 import numpy as np
 import report
-from shapes import FULL, QUICK, Case
+from shapes import FULL, HUGE, QUICK, Case
 from tqdm import tqdm
 
 try:
@@ -110,7 +110,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for results")
     parser.add_argument("--save-baseline", action="store_true", help=f"as {BASELINE.name} as well")
     options = parser.parse_args()
-    chosen = [case for case in (FULL if options.full else QUICK) if options.only in str(case)]
+    cases = QUICK if not options.full else FULL + HUGE if options.gpu else FULL
+    chosen = [case for case in cases if options.only in str(case)]
     if not chosen:
         parser.error(f"--only: no case has {options.only!r} in its name")
     described = measure.machine(torch)

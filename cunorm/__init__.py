@@ -8,7 +8,7 @@ and running statistics. Importing this package imports neither CuPy nor Numba.
 from ._version import __version__
 from .config import is_available, show_config
 from .cpu.threads import get_num_threads, set_num_threads
-from .distributed import Moments, merge_moments
+from .distributed import Communicator, Moments, as_communicator, merge_moments
 from .functional.batch_norm import (
     BatchNormSaved,
     batch_norm_backward,
@@ -34,10 +34,12 @@ from .layers.instance_norm import InstanceNorm
 from .layers.layer_norm import LayerNorm
 from .layers.rms_norm import RMSNorm
 from .layers.scale_shift import ScaleShift
+from .layers.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "BatchNorm",
     "BatchNormSaved",
+    "Communicator",
     "GroupNorm",
     "GroupNormSaved",
     "InstanceNorm",
@@ -48,7 +50,9 @@ __all__ = [
     "RMSNorm",
     "RMSNormSaved",
     "ScaleShift",
+    "SyncBatchNorm",
     "__version__",
+    "as_communicator",
     "batch_norm_backward",
     "batch_norm_backward_reduce",
     "batch_norm_backward_transform",

@@ -414,6 +414,15 @@ def several_values(count: int, shape: tuple[int, ...]) -> None:
         )
 
 
+def several_values_of_all_ranks(count: int) -> None:
+    """A variance can be taken: all ranks together have more than one value a channel."""
+    if count == 1:
+        raise ValueError(
+            "x: expected more than 1 value per channel on all ranks together when training, got 1; "
+            "take larger batches, or the running statistics (eval())"
+        )
+
+
 def several_values_a_group(count: int, shape: tuple[int, ...], num_groups: int) -> None:
     """A variance can be taken: a group of a sample has more than one value."""
     if count == 1:

@@ -1,16 +1,16 @@
-"""Moments of a part of the data, and their exact merging."""
+"""Moments of a part of the data and their exact merging; whom ranks communicate by."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from . import arrays, checks
 from .arrays import Array
 
-__all__ = ["Moments", "merge_moments"]
+__all__ = ["Communicator", "Moments", "as_communicator", "merge_moments"]
 
 
 class Moments(NamedTuple):
@@ -111,3 +111,161 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
                 m2 += squares[i] + counts[i] * place.xp.square(means[i] - mean)
         mean, m2 = mean.astype(dtype), m2.astype(dtype)
         return Moments(total, *place.export(mean, m2))
+
+
+# --- communicators --------------------------------------------------------------
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """What synchronized norms need of the processes they run in, the ranks.
+
+    Any object with these four will do. Arrays are contiguous, of float64 and one axis, and the
+    same length on every rank; where the data is CuPy's they may be CuPy's, else they are
+    NumPy's, and so is what comes back. All ranks call the same methods in the same order.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+
+    def all_gather(self, array: Array) -> Array:
+        """Every rank's array, bit for bit, in the order of ranks: shape (size, array.size)."""
+
+    def all_reduce(self, array: Array) -> Array:
+        """Sum of every rank's array, the same bits on every rank."""
+
+
+def as_communicator(communicator: Any, *, device_pointers: bool = False) -> Communicator:
+    """Make a `Communicator` of what a program communicates by.
+
+    Parameters
+    ----------
+    communicator
+        A communicator of mpi4py, a `cupyx.distributed` backend, a
+        `cupy.cuda.nccl.NcclCommunicator`, or a `Communicator`, which is returned as it is.
+    device_pointers : bool
+        For mpi4py with a CUDA-aware MPI: give it the addresses of CuPy arrays. Otherwise these go
+        through pinned memory of the host.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    """
+    device_pointers = checks.flag("device_pointers", device_pointers)
+    if all(hasattr(communicator, name) for name in ("Allgather", "Allreduce", "Get_rank")):
+        return _MPI(communicator, device_pointers)
+    if all(hasattr(communicator, name) for name in ("allGather", "allReduce", "rank_id")):
+        return _NCCL(communicator)
+    if all(hasattr(communicator, name) for name in ("all_gather", "all_reduce", "_n_devices")):
+        return _Backend(communicator)
+    if isinstance(communicator, Communicator):
+        return communicator
+    raise TypeError(
+        "communicator: expected one of mpi4py, cupyx.distributed or cupy.cuda.nccl, or an object "
+        f"with size, rank, all_gather and all_reduce, got {type(communicator).__name__}"
+    )
+
+
+class _MPI:
+    """A communicator of mpi4py."""
+
+    def __init__(self, communicator: Any, device_pointers: bool) -> None:
+        self._communicator = communicator
+        self._device_pointers = device_pointers
+        self.size: int = communicator.Get_size()
+        self.rank: int = communicator.Get_rank()
+
+    def all_gather(self, array: Array) -> Array:
+        return self._communicate(array, (self.size, array.size), self._communicator.Allgather)
+
+    def all_reduce(self, array: Array) -> Array:
+        return self._communicate(array, array.shape, self._communicator.Allreduce)
+
+    def _communicate(self, array: Array, shape: tuple[int, ...], function: Any) -> Array:
+        if isinstance(array, np.ndarray):
+            result = np.empty(shape, array.dtype)
+            function(array, result)
+            return result
+        import cupy
+        import cupyx
+
+        if self._device_pointers:
+            result = cupy.empty(shape, array.dtype)
+            cupy.cuda.get_current_stream().synchronize()  # MPI knows nothing of streams
+            function(array, result)
+            return result
+        sent, received = (cupyx.empty_pinned(s, array.dtype) for s in (array.shape, shape))
+        array.get(out=sent)
+        function(sent, received)
+        return cupy.asarray(received)
+
+
+class _OnGPU:
+    """What NCCL's communicators have in common: NumPy arrays take the way over the GPU."""
+
+    size: int
+
+    def all_gather(self, array: Array) -> Array:
+        return self._communicate(array, (self.size, array.size), self._gather)
+
+    def all_reduce(self, array: Array) -> Array:
+        return self._communicate(array, array.shape, self._reduce)
+
+    def _communicate(self, array: Array, shape: tuple[int, ...], function: Any) -> Array:
+        import cupy
+
+        sent, received = cupy.asarray(array), cupy.empty(shape, array.dtype)
+        function(sent, received)
+        return received.get() if isinstance(array, np.ndarray) else received
+
+    def _gather(self, sent: Any, received: Any) -> None:
+        raise NotImplementedError
+
+    def _reduce(self, sent: Any, received: Any) -> None:
+        raise NotImplementedError
+
+
+class _NCCL(_OnGPU):
+    """A `cupy.cuda.nccl.NcclCommunicator`; it works on the current stream."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.size: int = communicator.size()
+        self.rank: int = communicator.rank_id()
+
+    def _gather(self, sent: Any, received: Any) -> None:
+        from cupy.cuda import get_current_stream, nccl
+
+        self._communicator.allGather(
+            sent.data.ptr, received.data.ptr, sent.size, nccl.NCCL_FLOAT64,
+            get_current_stream().ptr,
+        )  # fmt: skip
+
+    def _reduce(self, sent: Any, received: Any) -> None:
+        from cupy.cuda import get_current_stream, nccl
+
+        self._communicator.allReduce(
+            sent.data.ptr, received.data.ptr, sent.size, nccl.NCCL_FLOAT64, nccl.NCCL_SUM,
+            get_current_stream().ptr,
+        )  # fmt: skip
+
+
+class _Backend(_OnGPU):
+    """A `cupyx.distributed` backend."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.size: int = backend._n_devices  # it has no other name for it
+        self.rank: int = backend.rank
+
+    def _gather(self, sent: Any, received: Any) -> None:
+        self._backend.all_gather(sent, received, sent.size)
+
+    def _reduce(self, sent: Any, received: Any) -> None:
+        self._backend.all_reduce(sent, received)

@@ -31,9 +31,10 @@ KERNEL moments(const MomentsArguments a) {
 
 struct FinishMomentsArguments {
     const double* partials;
-    Accumulator* mean;
-    Accumulator* m2;
+    void* mean;
+    void* m2;
     long long statistics, parts;
+    long long wide;  // whether mean and m2 are float64 whatever the accumulator type
 };
 
 // Mean and m2 of every statistic from its parts: one warp for each.
@@ -44,8 +45,13 @@ KERNEL finish_moments(const FinishMomentsArguments a) {
     const Moments total =
         reduce_parts<Moments>(a.partials, statistic * parts, parts);
     if (threadIdx.x % 32 != 0) return;
-    write(a.mean + statistic, static_cast<Accumulator>(total.mean));
-    write(a.m2 + statistic, static_cast<Accumulator>(total.m2));
+    if (a.wide) {
+        write(static_cast<double*>(a.mean) + statistic, total.mean);
+        write(static_cast<double*>(a.m2) + statistic, total.m2);
+    } else {
+        write(static_cast<Accumulator*>(a.mean) + statistic, static_cast<Accumulator>(total.mean));
+        write(static_cast<Accumulator*>(a.m2) + statistic, static_cast<Accumulator>(total.m2));
+    }
 }
 
 struct UpdateRunningArguments {

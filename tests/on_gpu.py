@@ -43,9 +43,11 @@ class Uploaded:
         offset = array.__array_interface__["data"][0] - first
         return self.xp.ndarray(array.shape, array.dtype, gpu.data + offset, array.strides)
 
-    def export(self, array):
-        if array is None:
-            return None
+    def export(self, *results):
+        return tuple(None if array is None else self._download(array) for array in results)
+
+    @staticmethod
+    def _download(array):
         order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
         return array.transpose(order).get().transpose(np.argsort(order))
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(FOLDER))
 import contenders  # noqa: E402
 import predict  # noqa: E402
 import report  # noqa: E402
-from shapes import FULL, QUICK, Case  # noqa: E402
+from shapes import FULL, HUGE, QUICK, Case  # noqa: E402
 
 try:
     import torch
@@ -75,7 +75,7 @@ def test_cases():
                  Case("group_norm", (256, 512, 56, 56), groups=32),
                  Case("scale_shift", (64, 256, 64, 64), per_sample=True),
                  Case("rms_norm", (131072, 128), "bfloat16")):  # fmt: skip
-        assert case in FULL
+        assert case in FULL + HUGE
     grid = [c for c in FULL if c.norm == "batch_norm" and c.shape[:2] == (128, 1024)]
     assert {c.shape[2:] for c in grid if c.channel_axis == 1} >= {(16,), (256,)}
 

@@ -1,5 +1,7 @@
 """What only a GPU can show: CuPy's own arrays, streams, graphs, layers, sizes."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import reference
@@ -189,3 +191,23 @@ def test_repeatable_on_a_gpu(cupy, rng):
             first = first or results
             for a, b in zip(first, results, strict=True):
                 cupy.testing.assert_array_equal(a, b)
+
+
+def test_synchronized_over_nccl(cupy, rng):
+    """One rank of NCCL, by either of CuPy's ways, and of MPI where there is one: batch norm."""
+    from cupy.cuda import nccl
+
+    x, dy = (cupy.asarray(rng.standard_normal((6, 4, 5)), np.float32) for _ in range(2))
+    alone = cunorm.BatchNorm(4).to("cuda")
+    expected = alone(x), alone.backward(dy)
+    communicators = [nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)]
+    with contextlib.suppress(ImportError):
+        from mpi4py import MPI
+
+        communicators.append(MPI.COMM_SELF)
+    for communicator in communicators:
+        layer = cunorm.SyncBatchNorm(4, communicator=communicator).to("cuda")
+        found = layer(x), layer.backward(dy)
+        for a, b in zip(found, expected, strict=True):
+            cupy.testing.assert_allclose(a, b, atol=1e-6)
+        cupy.testing.assert_allclose(layer.running_var, alone.running_var, rtol=1e-6)

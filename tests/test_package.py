@@ -18,6 +18,7 @@ CHECKOUT = Path(__file__).parent.parent
 PUBLIC = {
     "BatchNorm",
     "BatchNormSaved",
+    "Communicator",
     "GroupNorm",
     "GroupNormSaved",
     "InstanceNorm",
@@ -28,7 +29,9 @@ PUBLIC = {
     "RMSNorm",
     "RMSNormSaved",
     "ScaleShift",
+    "SyncBatchNorm",
     "__version__",
+    "as_communicator",
     "batch_norm_backward",
     "batch_norm_backward_reduce",
     "batch_norm_backward_transform",
@@ -59,7 +62,7 @@ SIGNATURES = {
     "channel_axis=1, out=None)",
     "batch_norm_backward": "(dy, x, saved, weight=None, *, output_mask=(True, True, True), "
     "out=None)",
-    "batch_norm_statistics": "(x, *, channel_axis=1)",
+    "batch_norm_statistics": "(x, *, channel_axis=1, dtype=None)",
     "merge_moments": "(moments)",
     "batch_norm_transform": "(x, mean, inv_std, weight=None, bias=None, *, channel_axis=1, "
     "out=None)",

@@ -53,6 +53,13 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
         ((64, 512, 7, 7), 1, plan.Columns, True),
         ((32, 10, 40_000), 1, plan.Segments, False),
         ((128, 1024), 1, plan.Columns, True),
+        ((512, 4096), 1, plan.Columns, True),
+        # Lines 4 KiB apart, of which a cache keeps few, and lines 384 bytes apart.
+        ((8, 1024, 1024), 2, plan.Columns, False),
+        ((64, 7, 7, 2048), 3, plan.Columns, False),
+        ((8, 32, 32, 96), 3, plan.Columns, True),
+        ((1, 1024, 16), 1, plan.Columns, True),
+        ((1, 1024, 48), 1, plan.Segments, True),
     ],
 )
 def test_known_choices(shape, axis, family, resident):

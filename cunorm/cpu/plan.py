@@ -78,6 +78,13 @@ _ENOUGH_TASKS = 256
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
 
+# Rows a power of two apart share few places in a second-level cache: of so many ways, in each
+# of which addresses so many bytes apart have the same place. Wider slices come back fast from
+# the next cache.
+_WAYS = 16
+_WAY_BYTES = 64 << 10
+_WIDE_BYTES = 512
+
 # The gradients of a row's parameters are added up in blocks of samples: 64 to keep many
 # threads busy, fewer where their partial sums would be more than 1/16 of the data. Chains of
 # additions are no longer than in columns.
@@ -212,8 +219,12 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
     least = min(group, _ceil_div(_LEAST_BLOCK_BYTES, inner * itemsize))
     fitting = _RESIDENT_COLUMNS_BYTES // (outer * inner * itemsize * max(1, operands))
     whole = outer * row_bytes * operands <= _RESIDENT_RUNS_BYTES  # a sample is one run
+    narrow = least <= fitting < group and not whole
+    places = _WAYS * _WAY_BYTES // gcd(row_bytes, _WAY_BYTES)
+    if narrow and fitting * inner * itemsize < _WIDE_BYTES and outer * operands > places:
+        narrow, fitting = False, 0
     resident = fitting >= least or whole
-    if fitting >= least and not whole and fitting < group and operands:
+    if narrow and operands:
         fold = 1
         most = min(_MOST_BLOCK_POSITIONS // inner, fitting)
         block_channels = max(least, min(group, most) // least * least)
@@ -261,7 +272,8 @@ def plan(
     if outer == 1:
         if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
             return _rows(geometry, itemsize, operands)
-        return _segments(geometry, itemsize, operands)
+        if inner >= _SHORT_RUN:
+            return _segments(geometry, itemsize, operands)
     short = inner < _SHORT_COLUMN
     if members == 1:
         short = inner < _SHORT_RUN or (inner < _MIDDLING_RUN and outer >= _MANY_ROWS)

@@ -105,6 +105,7 @@ class _Call:
                 break
             except BaseException as raised:  # Ctrl-C
                 interruption = raised
+        self._arguments = ()  # who finds this call in the queue keeps no arrays
         raised_somewhere = interruption or self._error
         if raised_somewhere is not None:
             raise raised_somewhere
@@ -116,6 +117,7 @@ class _Pool:
     def __init__(self, threads: int) -> None:
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()  # for the sleeping
         self.call: _Call | None = None  # for the listening, on the board
+        self.threads = threads  # that were asked for
         self.board = sleeping_board(threads)
         self.turn = threading.Lock()  # of the call that uses the board
         self.last = -math.inf  # when one did
@@ -129,8 +131,9 @@ class _Pool:
             try:
                 helper.start()
             except RuntimeError:  # too many threads, or the interpreter is shutting down
-                return row > 1
-        return True
+                self.board = sleeping_board(row)
+                break
+        return len(self.board) > 1
 
     def dismiss(self) -> None:
         """Let the helpers end when they have nothing to do."""
@@ -139,24 +142,26 @@ class _Pool:
 
     def _serve(self, row: int) -> None:
         """What a helper does all its life."""
-        while (call := self.calls.get()) is not None:
-            while call is not None:
-                self.board[row, STATE] = BUSY
-                ticket = call.ticket
-                call.help()
-                call = None  # and the arrays with it, while waiting for the next
-                call = self._hear(row, ticket)
+        call = self.calls.get()
+        while call is not None:
+            self.board[row, STATE] = BUSY
+            ticket = call.ticket
+            call.help()
+            call = None  # and the arrays with it, while waiting for the next
+            call = self._next(row, ticket)
 
-    def _hear(self, row: int, ticket: int) -> _Call | None:
-        """The next call after `ticket` for a helper, if it comes soon; else it is asleep."""
-        while listen(self.board, row, ticket):
+    def _next(self, row: int, ticket: int) -> _Call | None:
+        """The next call after `ticket` for a helper, which is asleep if none comes soon."""
+        while self.calls.empty() and listen(self.board, row, ticket):
             call = self.call
             if call is not None:
                 return call
             ticket = int(self.board[0, TICKET])  # it was over soon
         self.board[row, STATE] = ASLEEP
-        call = self.call  # may have come just now
-        return None if call is None or call.ticket == ticket else call
+        call = self.call
+        if call is not None and call.ticket != ticket:  # it has come just now
+            return call
+        return self.calls.get()
 
     def run(
         self, kernel: Any, tasks: int, threads: int, nbytes: int, arguments: tuple[Any, ...]
@@ -201,7 +206,7 @@ def _pool_of(threads: int) -> _Pool | None:
     """The pool, for calls in up to so many threads; None if there are no threads to be had."""
     global _pool
     with _starting:
-        if _pool is None or len(_pool.board) != threads:
+        if _pool is None or _pool.threads != threads:
             if _pool is not None:
                 _pool.dismiss()
             _pool = None
@@ -218,7 +223,7 @@ def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
     threads = min(most, tasks, nbytes // _BYTES_PER_LISTENER)
     if threads > 1:
         pool = _pool
-        if pool is None or len(pool.board) != most:
+        if pool is None or pool.threads != most:
             pool = _pool_of(most)
         if pool is not None and pool.run(kernel, tasks, threads, nbytes, arguments):
             return

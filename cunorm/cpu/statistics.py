@@ -18,7 +18,6 @@ import math
 import numpy as np
 
 from .. import running
-from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
     accumulate,
@@ -362,9 +361,9 @@ def partial_moments(x, geometry: Geometry):
     return partials
 
 
-def moments(x, geometry: Geometry):
-    """Mean and centred sum of squares (m2) of every statistic, in the accumulator type."""
-    mean, m2 = np.empty((2, geometry.statistics), statistics_dtype(x.dtype))
+def moments(x, geometry: Geometry, dtype):
+    """Mean and centred sum of squares (m2) of every channel, in the accumulator type or float64."""
+    mean, m2 = np.empty((2, geometry.statistics), dtype)
     _finish_moments(partial_moments(x, geometry), mean, m2)
     return mean, m2
 

@@ -7,7 +7,6 @@ import struct
 import numpy as np
 
 from ..arrays import is_plain
-from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import source
 from .launch import LaunchPlan, alignment, sweep
@@ -17,7 +16,7 @@ __all__ = ["moments", "update_running"]
 PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
 _MOMENTS = struct.Struct("=2Qq")
-_FINISH = struct.Struct("=3Q2q")
+_FINISH = struct.Struct("=3Q3q")
 _UPDATE = struct.Struct("=QqQqQqQq2d2q")
 
 _KINDS = {np.dtype(np.float32): 0, np.dtype(np.float64): 1, np.dtype(np.float16): 2}
@@ -77,18 +76,19 @@ def partial_moments(x, partials: int, plan: LaunchPlan, centered=True) -> None:
     launch_cut("statistics.cu", "moments", plan, arguments)
 
 
-def moments(x, geometry: Geometry):
-    """Mean and centred sum of squares (m2) of every channel, in the accumulator type."""
+def moments(x, geometry: Geometry, dtype):
+    """Mean and centred sum of squares (m2) of every channel, in the accumulator type or float64."""
     plan = sweep(geometry, x.dtype, 1, alignment(source.pointer(x)), source.device())
     xp = source.array_module()
     number = geometry.statistics
     partials = xp.empty((number, plan.parts, PARTIAL_MOMENTS), "float64")
     partial_moments(x, source.pointer(partials), plan)
-    mean, m2 = xp.empty((2, number), statistics_dtype(x.dtype))
+    mean, m2 = xp.empty((2, number), dtype)
     launch_channels(
         "statistics.cu", "finish_moments", plan, plan.threads // 32, number,
         _FINISH.pack(
-            source.pointer(partials), source.pointer(mean), source.pointer(m2), number, plan.parts
+            source.pointer(partials), source.pointer(mean), source.pointer(m2), number, plan.parts,
+            dtype == np.float64,
         ),
     )  # fmt: skip
     return mean, m2

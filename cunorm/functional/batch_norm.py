@@ -288,7 +288,7 @@ def batch_norm_backward(
     )  # fmt: skip
 
 
-def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
+def batch_norm_statistics(x: Array, *, channel_axis: int = 1, dtype: Any = None) -> Moments:
     """Count, mean and centred sum of squares of every channel.
 
         mean = sum(x) / n,    m2 = sum((x - mean)^2)
@@ -301,14 +301,17 @@ def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
     x : array, shape (N, C, ...) with C at `channel_axis`; at least 2-D
         float16, bfloat16, float32 or float64, any strides.
     channel_axis : int
+    dtype : dtype, optional
+        Of mean and m2: the accumulator type if not given, or float64, in which the
+        moments of all data are computed.
 
     Returns
     -------
     Moments
-        (count, mean, m2): an int and two arrays of shape (C,) in the
-        accumulator type. An empty x has count 0 and zeros. Rounding the mean
-        of float32 data is an error of up to 6e-8 * |mean| / std standard
-        deviations in what is computed from it; `batch_norm_forward` has none.
+        (count, mean, m2): an int and two arrays of shape (C,). An empty x has
+        count 0 and zeros. Rounding a mean to float32 is an error of up to
+        6e-8 * |mean| / std standard deviations in what is computed from it;
+        a mean in float64 has none, nor has `batch_norm_forward`.
 
     Raises
     ------
@@ -317,13 +320,17 @@ def batch_norm_statistics(x: Array, *, channel_axis: int = 1) -> Moments:
     """
     (x,), place = arrays.adopt(("x",), x)
     axis, number, count = channels_of(x, channel_axis)
+    own = checks.statistics_dtype(x.dtype)
+    dtype = own if dtype is None else checks.floating_dtype("dtype", dtype)
+    if dtype not in (own, np.float64):
+        raise TypeError(f"dtype: expected {own} or float64 for x of {x.dtype}, got {dtype}")
     with place:
         if x.size == 0:
-            mean, m2 = place.xp.zeros((2, number), checks.statistics_dtype(x.dtype))
+            mean, m2 = place.xp.zeros((2, number), dtype)
         else:
             order, (source,) = arrays.dense((x,))
             geometry = batch_norm_geometry(source.shape, order.index(axis))
-            mean, m2 = place.backend.statistics.moments(source, geometry)
+            mean, m2 = place.backend.statistics.moments(source, geometry, dtype)
         return Moments(count, *place.export(mean, m2))
 
 

@@ -334,10 +334,14 @@ class TrackingLayer(Layer):
             channel_axis=self.channel_axis,
             **{self._own: adapting or not tracks},
         )
-        if updating and 0 not in saved.shape:
+        if updating and self._has_values(saved):
             self.num_batches_tracked += 1  # type: ignore[operator]
         self._keep(backward, x, saved)
         return y
+
+    def _has_values(self, saved: Any) -> bool:
+        """Whether there was anything in a batch to take into the running statistics."""
+        return 0 not in saved.shape
 
     def train(self) -> Self:
         """Use the batch's statistics and update the running ones, unless frozen."""

@@ -1,0 +1,278 @@
+"""Synchronized batch norm: ranks that are threads, real MPI processes, a stand-in for NCCL."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+
+import cunorm
+
+
+class Thread:
+    """A communicator of ranks that are threads of this process."""
+
+    def __init__(self, rank, size, shared):
+        self.rank, self.size, self._shared = rank, size, shared
+
+    def all_gather(self, array):
+        slots, barrier = self._shared
+        slots[self.rank] = np.array(array)
+        barrier.wait(60)
+        rows = np.stack(slots)
+        barrier.wait(60)
+        return rows
+
+    def all_reduce(self, array):
+        return self.all_gather(array).sum(0)
+
+
+def in_threads(size, work, make=Thread):
+    """Run work(communicator) on so many ranks at once."""
+    shared = [None] * size, threading.Barrier(size)
+    errors = []
+
+    def run(rank):
+        try:
+            work(make(rank, size, shared))
+        except BaseException as error:
+            errors.append(error)
+            shared[1].abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive()
+    broken = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    for error in broken or errors:
+        raise error
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_as_threads(size):
+    in_threads(size, ranks.check_all)
+
+
+CHECKOUT = Path(__file__).parent.parent
+
+
+def mpiexec(size, *arguments, script=CHECKOUT / "tests" / "ranks.py"):
+    program = Path(sys.prefix, "bin", "mpiexec")
+    if importlib.util.find_spec("mpi4py") is None or not program.exists():
+        pytest.skip("needs an MPI: pip install mpi4py mpich")
+    return subprocess.run(
+        [program, "-n", str(size), sys.executable, "-m", "mpi4py", script, *arguments],
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_mpi(size):
+    done = mpiexec(size, "all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("has passed") == size
+
+
+def test_mpi_rank_that_dies():
+    done = mpiexec(3, "die")
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "has passed" not in done.stdout
+
+
+# --- NCCL, through a stand-in with its interface -------------------------------------
+
+
+class DeviceArray(np.ndarray):
+    """A CuPy array as the adapters use it."""
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+    def get(self):
+        return np.array(self)
+
+
+@pytest.fixture
+def stand_in_for_cupy(monkeypatch):
+    """Modules cupy and cupy.cuda with no more than NCCL's adapters take."""
+    nccl = types.SimpleNamespace(NCCL_FLOAT64=8, NCCL_SUM=0)
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.nccl, cuda.get_current_stream = nccl, lambda: types.SimpleNamespace(ptr=17)
+    cupy = types.ModuleType("cupy")
+    cupy.cuda, cupy.ndarray = cuda, type(None)
+    cupy.asarray = lambda array: np.asarray(array).view(DeviceArray)
+    cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(DeviceArray)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+
+
+def numbers_at(address, count):
+    return np.ctypeslib.as_array((np.ctypeslib.ctypes.c_double * count).from_address(address))
+
+
+class NcclCommunicator:
+    """Like `cupy.cuda.nccl.NcclCommunicator`."""
+
+    def __init__(self, rank, size, shared):
+        self._thread = Thread(rank, size, shared)
+
+    def size(self):
+        return self._thread.size
+
+    def rank_id(self):
+        return self._thread.rank
+
+    def allGather(self, sent, received, count, kind, stream):  # noqa: N802
+        assert (kind, stream) == (8, 17)
+        rows = self._thread.all_gather(numbers_at(sent, count))
+        numbers_at(received, rows.size)[:] = rows.reshape(-1)
+
+    def allReduce(self, sent, received, count, kind, operation, stream):  # noqa: N802
+        assert (kind, operation, stream) == (8, 0, 17)
+        numbers_at(received, count)[:] = self._thread.all_reduce(numbers_at(sent, count))
+
+
+class NCCLBackend:
+    """Like `cupyx.distributed`'s."""
+
+    def __init__(self, rank, size, shared):
+        self._thread, self.rank, self._n_devices = Thread(rank, size, shared), rank, size
+
+    def all_gather(self, in_array, out_array, count, stream=None):
+        assert count == in_array.size
+        assert stream is None
+        out_array[...] = self._thread.all_gather(in_array)
+
+    def all_reduce(self, in_array, out_array, op="sum", stream=None):
+        assert (op, stream) == ("sum", None)
+        out_array[...] = self._thread.all_reduce(in_array)
+
+
+@pytest.mark.parametrize("kind", [NcclCommunicator, NCCLBackend])
+@pytest.mark.usefixtures("stand_in_for_cupy")
+def test_nccl_stand_in(kind):
+    def work(communicator):
+        ranks.check_training(cunorm.as_communicator(communicator), [3, 1], np.float32)
+        ranks.check_errors(cunorm.as_communicator(communicator))
+
+    in_threads(2, work, kind)
+
+
+# --- the steps in docs/distributed.md ---------------------------------------------
+
+
+def test_documented_steps():
+    """They do what the layer does."""
+    text = (CHECKOUT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    steps = {}
+    exec(compile(snippet, "distributed.md", "exec"), steps)
+
+    def work(communicator):
+        def all_gather(moments):
+            words = [np.array([moments.count], np.float64), moments.mean, moments.m2]
+            rows = communicator.all_gather(np.concatenate(words))
+            return [cunorm.Moments(int(row[0]), *np.split(row[1:], 2)) for row in rows]
+
+        rng = np.random.default_rng(communicator.rank)
+        x, dy = rng.standard_normal((2, 3 + communicator.rank, 4, 5))
+        layer = cunorm.SyncBatchNorm(4, communicator=communicator, dtype=np.float64)
+        mean, var = np.zeros(4), np.ones(4)
+        y, saved = steps["sync_forward"](x, layer.weight, layer.bias, mean, var, all_gather)
+        gradients = steps["sync_backward"](dy, x, saved, layer.weight, communicator.all_reduce)
+        np.testing.assert_array_equal(layer(x), y)
+        np.testing.assert_array_equal(layer.backward(dy), gradients[0])
+        np.testing.assert_array_equal(layer.gradients["weight"], gradients[1])
+        np.testing.assert_array_equal(layer.gradients["bias"], gradients[2])
+        np.testing.assert_array_equal(layer.running_mean, mean)
+        np.testing.assert_array_equal(layer.running_var, var)
+
+    in_threads(2, work)
+
+
+def test_example():
+    """Both ways to train end with losses that began alike."""
+    script = CHECKOUT / "examples" / "train_digits_parallel.py"
+    done = mpiexec(2, "--epochs=1", script=script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (largest,) = re.findall(r"first 10 steps +(\S+)", done.stdout)
+    assert float(largest) < 1e-3
+    assert len(re.findall(r"^ +\d+ +\d\.\d{6} +\d\.\d{6}", done.stdout, re.MULTILINE)) == 5
+
+
+# --- the rest ----------------------------------------------------------------------
+
+
+def test_communicators_that_are_none():
+    for bad in (None, 3, "COMM_WORLD", object(), types.SimpleNamespace(size=1, rank=0)):
+        with pytest.raises(TypeError, match="communicator: expected one of mpi4py, cupyx"):
+            cunorm.SyncBatchNorm(3, communicator=bad)
+    own = Thread(0, 1, None)
+    assert cunorm.as_communicator(own) is own
+    assert cunorm.SyncBatchNorm(3, communicator=own).communicator is own
+    with pytest.raises(TypeError, match="device_pointers: expected True or False, got 1"):
+        cunorm.SyncBatchNorm(3, communicator=own, device_pointers=1)
+
+
+def test_state_is_that_of_batch_norm(rng):
+    shared = [None], threading.Barrier(1)
+    layer = cunorm.SyncBatchNorm(4, communicator=Thread(0, 1, shared))
+    layer(rng.standard_normal((5, 4, 3)).astype(np.float32))
+    other = cunorm.BatchNorm(4)
+    other.load_state_dict(layer.state_dict())
+    layer.load_state_dict(other.state_dict())
+    assert "SyncBatchNorm(4" in repr(layer)
+
+
+def test_moments_in_float64(rng):
+    """A mean 10^6 times the standard deviation: the separate steps are as exact as the fused."""
+    x = (rng.standard_normal((6, 3, 50)) + 1e6).astype(np.float32)
+    y, saved = cunorm.batch_norm_forward(x)
+    count, mean, m2 = cunorm.batch_norm_statistics(x, dtype=np.float64)
+    assert mean.dtype == m2.dtype == np.float64
+    inv_std = 1 / np.sqrt(m2 / count + 1e-5)
+    np.testing.assert_allclose(inv_std, saved.inv_std, rtol=2e-7)
+    apart = cunorm.batch_norm_transform(x, mean, inv_std)
+    np.testing.assert_allclose(apart, y, atol=1e-6, rtol=1e-6)
+    empty = cunorm.batch_norm_statistics(x[:0], dtype="float64")
+    assert empty.mean.dtype == np.float64
+    with pytest.raises(TypeError, match="dtype: expected float32 or float64 for x of float32, got"):
+        cunorm.batch_norm_statistics(x, dtype=np.float16)
+
+
+def test_65536_ranks(rng):
+    """Uneven counts, some of them 0: merged in float64, in order, to about its precision."""
+    number, channels = 65536, 3
+    counts = rng.integers(0, 1000, number)
+    counts[rng.integers(0, number, 1000)] = 0
+    means = 100 + rng.standard_normal((number, channels))
+    squares = counts[:, None] * rng.uniform(0.5, 2, (number, channels))
+    parts = [
+        cunorm.Moments(int(n), mean, m2) for n, mean, m2 in zip(counts, means, squares, strict=True)
+    ]
+    count, mean, m2 = cunorm.merge_moments(parts)
+    assert count == counts.sum()
+    wide = np.longdouble
+    weights = counts[:, None].astype(wide)
+    exact_mean = (weights * means.astype(wide)).sum(0) / weights.sum()
+    deviations = np.square(means.astype(wide) - exact_mean)
+    exact_m2 = (squares.astype(wide) + weights * deviations).sum(0)
+    # Sums of n terms in order: at worst n roundings, 4 * sqrt(n) with near certainty.
+    bound = 4 * np.sqrt(number) * 2.0**-53
+    assert (np.abs(mean - exact_mean) <= bound * np.abs(exact_mean)).all()
+    assert (np.abs(m2 - exact_m2) <= bound * exact_m2).all()
