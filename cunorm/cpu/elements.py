@@ -30,6 +30,9 @@ if hasattr(os, "register_at_fork"):
         after_in_child=global_compiler_lock.release,
     )
 
+# Arrays of so many bytes do not stay in a second-level cache.
+_FAR_BYTES = 4 << 20
+
 _FLOAT16 = types.uint16
 _BFLOAT16 = types.int16
 
@@ -209,10 +212,10 @@ def prefetch(array, start, length):
     """Fetch a run that will be read soon; it need not lie in the array.
 
     The hardware notices only after some lines that a run is read on and on; runs of more than
-    4 KiB are left to it.
+    4 KiB are left to it. Small arrays are near already.
     """
     line = 64 // array.itemsize
-    if length <= 64 * line:
+    if length <= 64 * line and array.size * array.itemsize >= _FAR_BYTES:
         for i in range(start, start + length, line):
             _prefetch(array, i)
 
