@@ -224,7 +224,7 @@ assert (cunorm.batch_norm_forward(x)[0] == expected).all()
     assert done.returncode == 0, done.stderr
 
 
-def test_listening_helper(threads):
+def test_listening_helper(threads, monkeypatch):
     """After a call its helper hears of the next one without being woken."""
     from cunorm.cpu import pool as module
     from cunorm.cpu import tasks
@@ -244,13 +244,13 @@ def test_listening_helper(threads):
     put = pool.calls.put
 
     class Calls:
-        get = pool.calls.get
+        get, empty = pool.calls.get, pool.calls.empty
 
         def put(self, call):
             woken.append(call)
             put(call)
 
-    pool.calls = Calls()
+    monkeypatch.setattr(pool, "calls", Calls())
     heard = 0
     for _ in range(1000):  # it listens for half a millisecond, which may be over on a busy machine
         inside.clear()
