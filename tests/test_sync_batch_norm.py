@@ -119,6 +119,7 @@ def stand_in_for_cupy(monkeypatch):
     cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(DeviceArray)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    return cupy
 
 
 def numbers_at(address, count):
@@ -171,6 +172,54 @@ def test_nccl_stand_in(kind):
         ranks.check_errors(cunorm.as_communicator(communicator))
 
     in_threads(2, work, kind)
+
+
+# --- MPI and arrays on a GPU, through a stand-in ---------------------------------------
+
+
+class OnDevice:
+    """A CuPy array as MPI's adapter uses it: no NumPy array."""
+
+    def __init__(self, array):
+        self.array = np.array(array)
+        self.shape, self.dtype, self.size = array.shape, array.dtype, array.size
+
+    def get(self, out):
+        out[...] = self.array
+
+
+@pytest.mark.parametrize("device_pointers", [False, True])
+def test_mpi_and_device_arrays(stand_in_for_cupy, monkeypatch, device_pointers):
+    """Through pinned memory; or as they are, once the stream has written them."""
+    cupy, events = stand_in_for_cupy, []
+    cupy.asarray = OnDevice
+    cupy.empty = lambda shape, dtype: OnDevice(np.empty(shape, dtype))
+    stream = types.SimpleNamespace(synchronize=lambda: events.append("synchronized"))
+    cupy.cuda.get_current_stream = lambda: stream
+    cupyx = types.ModuleType("cupyx")
+    cupyx.empty_pinned = lambda shape, dtype: events.append("pinned") or np.empty(shape, dtype)
+    monkeypatch.setitem(sys.modules, "cupyx", cupyx)
+
+    def communicate(sent, received):
+        kind = OnDevice if device_pointers else np.ndarray
+        assert type(sent) is type(received) is kind
+        events.append("sent")
+        source, target = (getattr(array, "array", array) for array in (sent, received))
+        target[...] = source
+
+    mpi = types.SimpleNamespace(
+        Get_size=lambda: 2, Get_rank=lambda: 1, Allgather=communicate, Allreduce=communicate
+    )
+    communicator = cunorm.as_communicator(mpi, device_pointers=device_pointers)
+    assert (communicator.size, communicator.rank) == (2, 1)
+    values = np.arange(3.0)
+    expected = {"all_gather": np.stack([values, values]), "all_reduce": values}
+    for name, result in expected.items():
+        events.clear()
+        found = getattr(communicator, name)(OnDevice(values))
+        np.testing.assert_array_equal(found.array, result)
+        before = ["synchronized"] if device_pointers else ["pinned", "pinned"]
+        assert events == [*before, "sent"]
 
 
 # --- the steps in docs/distributed.md ---------------------------------------------
