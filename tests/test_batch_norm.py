@@ -32,9 +32,13 @@ SHAPES = [
 
 
 def check_forward(x, weight, bias, channel_axis, **options):
-    y, saved = cunorm.batch_norm_forward(x, weight, bias, channel_axis=channel_axis, **options)
     number = x.shape[channel_axis]
     count = x.size // number
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    running = np.zeros(number, wide), np.ones(number, wide)
+    y, saved = cunorm.batch_norm_forward(
+        x, weight, bias, *running, channel_axis=channel_axis, **options
+    )
     result = reference.forward(x, weight, bias, channel_axis=channel_axis)
     assert y.dtype == x.dtype
     assert y.shape == x.shape
@@ -46,6 +50,15 @@ def check_forward(x, weight, bias, channel_axis, **options):
     assert_within(saved.mean, result.mean, bound, "mean")
     bound = tolerances.inv_std_bound(result, count, dtype)
     assert_within(saved.inv_std, result.inv_std, bound, "inv_std")
+    # Blended with a factor of 0.1 into 0 and 1, and rounded.
+    rounded = 4 * tolerances.roundoff(wide)
+    expected = 0.1 * result.mean
+    bound = 0.1 * tolerances.mean_bound(result, count, dtype) + rounded * np.abs(expected)
+    assert_within(running[0], expected, bound, "running mean")
+    bessel = count / (count - 1)
+    expected = 0.9 + 0.1 * bessel * result.var
+    bound = 0.1 * bessel * tolerances.var_bound(result, count, dtype) + rounded * expected
+    assert_within(running[1], expected, bound, "running variance")
     return y, saved
 
 

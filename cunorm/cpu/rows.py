@@ -129,7 +129,7 @@ def _lag(x, length):
 
 @kernel
 def normalize_rows(
-    board, me, x, y, weight, bias, running_mean, running_var, eps, scale, factor, statistics,
+    board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, centered, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g; `statistics` gets what `save` writes.

@@ -380,14 +380,14 @@ def _blend_one(values, i, batch, factor):
 
 
 @strict_function
-def blend_running(statistics, statistic, running_mean, running_var, scale, factor):
+def blend_running(statistics, statistic, running_mean, running_var, bessel, factor):
     """Take a statistic that `save` has written into the running ones, of the same type."""
     if running_mean.size:
         _blend_one(
             running_mean, statistic, np.float64(load_scratch(statistics[0], statistic)), factor
         )
     if running_var.size:
-        var = np.float64(load_scratch(statistics[3], statistic)) * scale
+        var = np.float64(load_scratch(statistics[3], statistic)) * bessel
         _blend_one(running_var, statistic, var, factor)
 
 

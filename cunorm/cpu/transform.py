@@ -153,7 +153,7 @@ def _transform_segments(
 
 @kernel
 def _normalize_segments(
-    board, me, x, y, weight, bias, running_mean, running_var, eps, scale, factor, statistics,
+    board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, members, parameters, batch, outer, group, inner,
     task_units, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
@@ -178,7 +178,7 @@ def _normalize_segments(
                 center, m2 = merge_moments(count, center, m2, size, part_mean, part_m2)
                 count += size
             save(statistics, statistic, count, center, m2, eps)
-            blend_running(statistics, statistic, running_mean, running_var, scale, factor)
+            blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
             first = statistic * members % parameters
             for member in range(members):
                 scale, shift = _coefficients(
@@ -290,7 +290,7 @@ def _transform_columns(
 
 @kernel
 def _normalize_columns(
-    board, me, x, y, weight, bias, running_mean, running_var, eps, scale, factor, statistics,
+    board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -333,7 +333,9 @@ def _normalize_columns(
                 statistics, statistic + channel,
                 moments[channel, 0], moments[channel, 1], moments[channel, 2], eps,
             )  # fmt: skip
-            blend_running(statistics, statistic + channel, running_mean, running_var, scale, factor)
+            blend_running(
+                statistics, statistic + channel, running_mean, running_var, bessel, factor
+            )
         _spread(
             x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std,
             weight, bias, block_mean, block_scale, block_shift,
@@ -346,11 +348,11 @@ def _normalize_columns(
 
 
 @kernel
-def _finish_normalization(partials, running_mean, running_var, eps, scale, factor, statistics):
+def _finish_normalization(partials, running_mean, running_var, eps, bessel, factor, statistics):
     for statistic in range(partials.shape[0]):
         count, center, m2 = merge_parts(partials, statistic)
         save(statistics, statistic, count, center, m2, eps)
-        blend_running(statistics, statistic, running_mean, running_var, scale, factor)
+        blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
 
 
 @kernel
