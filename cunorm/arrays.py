@@ -363,7 +363,7 @@ class Operands:
         self._xp = xp
         self.inputs = inputs
         for array in (*inputs, like if out is None else out):
-            flags = array.flags
+            flags = array.flags  # is_plain, without a call for each
             if not (flags.c_contiguous and getattr(flags, "aligned", True)):
                 break
         else:  # the usual case, without detours

@@ -161,9 +161,9 @@ def as_communicator(communicator: Any, *, device_pointers: bool = False) -> Comm
     if all(hasattr(communicator, name) for name in ("Allgather", "Allreduce", "Get_rank")):
         return _MPI(communicator, device_pointers)
     if all(hasattr(communicator, name) for name in ("allGather", "allReduce", "rank_id")):
-        return _NCCL(communicator)
+        return _nccl(communicator)
     if all(hasattr(communicator, name) for name in ("all_gather", "all_reduce", "_n_devices")):
-        return _Backend(communicator)
+        return _cupyx(communicator)
     if isinstance(communicator, Communicator):
         return communicator
     raise TypeError(
@@ -207,9 +207,14 @@ class _MPI:
 
 
 class _OnGPU:
-    """What NCCL's communicators have in common: NumPy arrays take the way over the GPU."""
+    """A communicator of NCCL, on the current stream; NumPy arrays take the way over the GPU.
 
-    size: int
+    `gather` and `reduce` take contiguous CuPy arrays, what is sent and what is received.
+    """
+
+    def __init__(self, size: int, rank: int, gather: Any, reduce: Any) -> None:
+        self.size, self.rank = size, rank
+        self._gather, self._reduce = gather, reduce
 
     def all_gather(self, array: Array) -> Array:
         return self._communicate(array, (self.size, array.size), self._gather)
@@ -224,48 +229,31 @@ class _OnGPU:
         function(sent, received)
         return received.get() if isinstance(array, np.ndarray) else received
 
-    def _gather(self, sent: Any, received: Any) -> None:
-        raise NotImplementedError
 
-    def _reduce(self, sent: Any, received: Any) -> None:
-        raise NotImplementedError
+def _nccl(communicator: Any) -> _OnGPU:
+    """Of a `cupy.cuda.nccl.NcclCommunicator`."""
+    from cupy.cuda import get_current_stream, nccl
 
-
-class _NCCL(_OnGPU):
-    """A `cupy.cuda.nccl.NcclCommunicator`; it works on the current stream."""
-
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
-        self.size: int = communicator.size()
-        self.rank: int = communicator.rank_id()
-
-    def _gather(self, sent: Any, received: Any) -> None:
-        from cupy.cuda import get_current_stream, nccl
-
-        self._communicator.allGather(
+    def gather(sent: Any, received: Any) -> None:
+        communicator.allGather(
             sent.data.ptr, received.data.ptr, sent.size, nccl.NCCL_FLOAT64,
             get_current_stream().ptr,
         )  # fmt: skip
 
-    def _reduce(self, sent: Any, received: Any) -> None:
-        from cupy.cuda import get_current_stream, nccl
-
-        self._communicator.allReduce(
+    def reduce(sent: Any, received: Any) -> None:
+        communicator.allReduce(
             sent.data.ptr, received.data.ptr, sent.size, nccl.NCCL_FLOAT64, nccl.NCCL_SUM,
             get_current_stream().ptr,
         )  # fmt: skip
 
+    return _OnGPU(communicator.size(), communicator.rank_id(), gather, reduce)
 
-class _Backend(_OnGPU):
-    """A `cupyx.distributed` backend."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.size: int = backend._n_devices  # it has no other name for it
-        self.rank: int = backend.rank
+def _cupyx(backend: Any) -> _OnGPU:
+    """Of a `cupyx.distributed` backend."""
 
-    def _gather(self, sent: Any, received: Any) -> None:
-        self._backend.all_gather(sent, received, sent.size)
+    def gather(sent: Any, received: Any) -> None:
+        backend.all_gather(sent, received, sent.size)
 
-    def _reduce(self, sent: Any, received: Any) -> None:
-        self._backend.all_reduce(sent, received)
+    size = backend._n_devices  # it has no other name for it
+    return _OnGPU(size, backend.rank, gather, backend.all_reduce)

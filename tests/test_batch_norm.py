@@ -398,3 +398,31 @@ def test_merge_moments(rng):
     one = cunorm.merge_moments([parts[0], whole, parts[3]])
     np.testing.assert_array_equal(one.mean, whole.mean)
     np.testing.assert_array_equal(one.m2, whole.m2)
+
+
+def test_moments_in_float64(rng):
+    """A mean 10^6 times the standard deviation: the separate steps are as exact as the fused."""
+    x = (rng.standard_normal((6, 3, 50)) + 1e6).astype(np.float32)
+    y, saved = cunorm.batch_norm_forward(x)
+    count, mean, m2 = cunorm.batch_norm_statistics(x, dtype=np.float64)
+    assert mean.dtype == m2.dtype == np.float64
+    inv_std = 1 / np.sqrt(m2 / count + 1e-5)
+    np.testing.assert_allclose(inv_std, saved.inv_std, rtol=2e-7)
+    apart = cunorm.batch_norm_transform(x, mean, inv_std)
+    np.testing.assert_allclose(apart, y, atol=1e-6, rtol=1e-6)
+    empty = cunorm.batch_norm_statistics(x[:0], dtype="float64")
+    assert empty.mean.dtype == np.float64
+    with pytest.raises(TypeError, match="dtype: expected float32 or float64 for x of float32, got"):
+        cunorm.batch_norm_statistics(x, dtype=np.float16)
+
+
+@pytest.mark.cpu
+def test_runs_that_are_fetched_ahead(rng):
+    """An array of more than 4 MB in runs of less than 4 KB, forward, backward, inference."""
+    x, dy = rng.standard_normal((2, 24, 64, 28, 28), dtype=np.float32)
+    weight, bias = rng.standard_normal((2, 64), dtype=np.float32)
+    y, saved = check_forward(x, weight, bias, 1)
+    check_backward(dy, x, saved, weight, 1)
+    mean, var = saved.mean, 1 / np.square(saved.inv_std) - np.float32(1e-5)
+    again, _ = cunorm.batch_norm_forward(x, weight, bias, mean, var, training=False)
+    np.testing.assert_allclose(again, y, atol=1e-5)
