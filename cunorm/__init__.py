@@ -7,6 +7,7 @@ and running statistics. Importing this package imports neither CuPy nor Numba.
 
 from ._version import __version__
 from .config import is_available, show_config
+from .convolution import Convolution, CudnnConvolution, MatmulConvolution
 from .cpu.threads import get_num_threads, set_num_threads
 from .distributed import Communicator, Moments, as_communicator, merge_moments
 from .functional.batch_norm import (
@@ -19,6 +20,12 @@ from .functional.batch_norm import (
     batch_norm_transform,
     update_running_statistics,
 )
+from .functional.conv_batch_norm import (
+    ConvBatchNormSaved,
+    conv_batch_norm_backward,
+    conv_batch_norm_forward,
+)
+from .functional.fold_batch_norm import fold_batch_norm
 from .functional.group_norm import GroupNormSaved, group_norm_backward, group_norm_forward
 from .functional.instance_norm import (
     InstanceNormSaved,
@@ -29,6 +36,7 @@ from .functional.layer_norm import LayerNormSaved, layer_norm_backward, layer_no
 from .functional.rms_norm import RMSNormSaved, rms_norm_backward, rms_norm_forward
 from .functional.scale_shift import scale_shift_backward, scale_shift_forward
 from .layers.batch_norm import BatchNorm
+from .layers.conv_batch_norm import ConvBatchNorm
 from .layers.group_norm import GroupNorm
 from .layers.instance_norm import InstanceNorm
 from .layers.layer_norm import LayerNorm
@@ -40,12 +48,17 @@ __all__ = [
     "BatchNorm",
     "BatchNormSaved",
     "Communicator",
+    "ConvBatchNorm",
+    "ConvBatchNormSaved",
+    "Convolution",
+    "CudnnConvolution",
     "GroupNorm",
     "GroupNormSaved",
     "InstanceNorm",
     "InstanceNormSaved",
     "LayerNorm",
     "LayerNormSaved",
+    "MatmulConvolution",
     "Moments",
     "RMSNorm",
     "RMSNormSaved",
@@ -59,6 +72,9 @@ __all__ = [
     "batch_norm_forward",
     "batch_norm_statistics",
     "batch_norm_transform",
+    "conv_batch_norm_backward",
+    "conv_batch_norm_forward",
+    "fold_batch_norm",
     "get_num_threads",
     "group_norm_backward",
     "group_norm_forward",

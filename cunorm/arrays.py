@@ -310,6 +310,13 @@ def axes(ndim: int) -> tuple[int, ...]:
     return tuple(range(ndim))
 
 
+def empty_like(array: Any) -> Any:
+    """A new array of the shape, dtype and, if it is dense, memory order of one."""
+    if isinstance(array, np.ndarray):
+        return cpu_memory.empty_like(array)
+    return sys.modules["cupy"].empty_like(array)
+
+
 class _Header:
     """What NumPy needs to know of an array to compare its place with another's."""
 

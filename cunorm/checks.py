@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, wraps
 from numbers import Real
+from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,7 +48,7 @@ def _is_floating(dtype: np.dtype) -> bool:
     return dtype in _STATISTICS_DTYPES or (dtype.name == "bfloat16" and bool(dtype.isnative))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as a message shows it: arrays by their shape, nothing at length."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
@@ -74,7 +76,7 @@ def flag(name: str, value: Any) -> bool:
     if value is True or value is False:  # as a rule
         return value
     if not isinstance(value, np.bool_):
-        raise TypeError(f"{name}: expected True or False, got {_shown(value)}")
+        raise TypeError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
 
 
@@ -272,14 +274,14 @@ def integer(name: str, value: Any) -> int:
     if not isinstance(value, (bool, np.bool_, np.ndarray)):
         with suppress(TypeError):
             return operator.index(value)
-    raise TypeError(f"{name}: expected an integer, got {_shown(value)}")
+    raise TypeError(f"{name}: expected an integer, got {shown(value)}")
 
 
 def _real(name: str, value: Any, expected: str) -> float:
     if type(value) is not float and (
         isinstance(value, (bool, np.bool_)) or not isinstance(value, Real)
     ):
-        raise TypeError(f"{name}: expected {expected}, got {_shown(value)}")
+        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
     try:
         return float(value)
     except OverflowError:
@@ -354,10 +356,10 @@ def _apart(name: str, array: Any, others: dict[str, Any]) -> None:
             )
 
 
-def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel: int = 3) -> float:
+def averaging_factor(momentum: Any, exponential_average_factor: Any) -> float:
     """Weight of the new batch in the running statistics, from either way to give it.
 
-    A warning points `stacklevel` frames up: to who calls the caller of this function.
+    A warning points to who called this package.
     """
     if momentum is None:
         if exponential_average_factor is None:
@@ -376,9 +378,18 @@ def averaging_factor(momentum: Any, exponential_average_factor: Any, stacklevel:
             "convention); PyTorch calls the weight of the new batch momentum. For PyTorch's "
             f"meaning pass exponential_average_factor={momentum!r}",
             UserWarning,
-            stacklevel=stacklevel,
+            stacklevel=_frames_of_this_package(),
         )
     return 1.0 - kept
+
+
+def _frames_of_this_package() -> int:
+    """How many frames up, from where this is called, is the first one of other code."""
+    frame: FrameType | None = sys._getframe(1)
+    package, number = __name__.partition(".")[0], 1
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame, number = frame.f_back, number + 1
+    return number
 
 
 def mask(output_mask: Any, *names: str) -> tuple[bool, ...]:
@@ -388,10 +399,10 @@ def mask(output_mask: Any, *names: str) -> tuple[bool, ...]:
     except TypeError:
         wanted = ()
     if len(wanted) != len(names) or not _BOOLEANS.issuperset(map(type, wanted)):
-        number = {2: "two", 3: "three"}[len(names)]
+        number = {2: "two", 3: "three", 4: "four"}[len(names)]
         raise ValueError(
             f"output_mask: expected {number} booleans, for {', '.join(names[:-1])} and "
-            f"{names[-1]}, got {_shown(output_mask)}"
+            f"{names[-1]}, got {shown(output_mask)}"
         )
     return tuple(map(bool, wanted))
 
@@ -400,7 +411,7 @@ def number_of_values(name: str, value: Any, least: int) -> int:
     """A count of values, at least `least`, that fits 64 bits."""
     number = integer(name, value)
     if not least <= number < 2**63:
-        raise ValueError(f"{name}: expected {least} to 2^63 - 1, got {_shown(number)}")
+        raise ValueError(f"{name}: expected {least} to 2^63 - 1, got {shown(number)}")
     return number
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -62,6 +62,8 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     """
     if isinstance(moments, Moments):
         raise TypeError("moments: expected a sequence of Moments, got one that is in none")
+    if not isinstance(moments, Iterable):
+        raise TypeError(f"moments: expected a sequence of Moments, got {type(moments).__name__}")
     parts = list(moments)
     if not parts:
         raise ValueError("moments: expected at least one part, got none")
@@ -70,7 +72,7 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     squares: list[np.ndarray] = []
     place: arrays.Place | None = None
     for i, part in enumerate(parts):
-        if not isinstance(part, tuple) or len(part) != 3:
+        if not isinstance(part, (tuple, list)) or len(part) != 3:
             raise TypeError(
                 f"moments[{i}]: expected (count, mean, m2), as batch_norm_statistics returns, "
                 f"got {type(part).__name__}"
@@ -121,8 +123,9 @@ class Communicator(Protocol):
     """What synchronized norms need of the processes they run in, the ranks.
 
     Any object with these four will do. Arrays are contiguous, of float64 and one axis, and the
-    same length on every rank; where the data is CuPy's they may be CuPy's, else they are
-    NumPy's, and so is what comes back. All ranks call the same methods in the same order.
+    same length on every rank; where the data is CuPy's they may be CuPy's, on all ranks alike,
+    else they are NumPy's. What comes back is of the same library and dtype. All ranks call the
+    same methods in the same order.
     """
 
     @property
@@ -155,20 +158,40 @@ def as_communicator(communicator: Any, *, device_pointers: bool = False) -> Comm
     Raises
     ------
     TypeError
-        For anything else.
+        For anything else, an intercommunicator among them.
+    ValueError
+        For a communicator of MPI that is null or freed, and for a rank that is none of `size`.
     """
     device_pointers = checks.flag("device_pointers", device_pointers)
-    if all(hasattr(communicator, name) for name in ("Allgather", "Allreduce", "Get_rank")):
+
+    def has(*names: str) -> bool:
+        return all(hasattr(communicator, name) for name in names)
+
+    if isinstance(communicator, type):
+        pass
+    elif has("Allgather", "Allreduce", "Get_size", "Get_rank"):
+        if not communicator:
+            raise ValueError("communicator: expected one with ranks, got a null or freed one")
+        if has("Is_inter") and communicator.Is_inter():
+            raise TypeError(
+                "communicator: expected one whose ranks all hear each other, "
+                f"got {type(communicator).__name__}; its Merge() makes one"
+            )
         return _MPI(communicator, device_pointers)
-    if all(hasattr(communicator, name) for name in ("allGather", "allReduce", "rank_id")):
+    elif has("allGather", "allReduce", "size", "rank_id"):
         return _nccl(communicator)
-    if all(hasattr(communicator, name) for name in ("all_gather", "all_reduce", "_n_devices")):
+    elif has("all_gather", "all_reduce", "_n_devices", "rank"):
         return _cupyx(communicator)
-    if isinstance(communicator, Communicator):
+    elif isinstance(communicator, Communicator):
+        size = checks.number_of_values("communicator.size", communicator.size, 1)
+        if checks.number_of_values("communicator.rank", communicator.rank, 0) >= size:
+            raise ValueError(
+                f"communicator.rank: expected less than its size, {size}, got {communicator.rank}"
+            )
         return communicator
     raise TypeError(
         "communicator: expected one of mpi4py, cupyx.distributed or cupy.cuda.nccl, or an object "
-        f"with size, rank, all_gather and all_reduce, got {type(communicator).__name__}"
+        f"with size, rank, all_gather and all_reduce, got {checks.shown(communicator)}"
     )
 
 

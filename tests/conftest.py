@@ -34,7 +34,9 @@ settings.load_profile("cunorm")
 #: Files whose tests run on every backend, and those for CUDA backends alone.
 EVERYWHERE = {
     "test_batch_norm.py",
+    "test_conv_batch_norm.py",
     "test_errors.py",
+    "test_fold_batch_norm.py",
     "test_gradients.py",
     "test_group_norm.py",
     "test_layer_norm.py",

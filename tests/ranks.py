@@ -3,9 +3,12 @@
 mpiexec -n 2 python -m mpi4py tests/ranks.py
 """
 
+import copy
 import os
+import pickle
 import signal
 import sys
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -170,6 +173,135 @@ def check_errors(communicator):
         )
 
 
+class Unreadable:
+    """An array of another library that fails with a message of an odd kind."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **_):
+        raise self.error
+
+
+class SilentError(Exception):
+    def __str__(self):
+        raise RuntimeError("no message")
+
+
+memory = threading.local()  # while it is `full`, this thread has none for results
+
+
+def empty_like(array, usual=cunorm.arrays.empty_like):
+    if getattr(memory, "full", False):
+        raise MemoryError("no memory for an array")
+    return usual(array)
+
+
+def check_odd_errors(communicator):
+    """Settings that differ, empty batches, no memory, errors that cannot be told: still in step."""
+    size, rank = communicator.size, communicator.rank
+    last = size - 1
+    good = np.random.default_rng(rank).standard_normal((2, 3, 4)).astype(np.float32)
+    layer = cunorm.SyncBatchNorm(3, communicator=communicator)
+    same_y = layer(good)
+    state = layer.state_dict()
+
+    def still_in_step():
+        y = layer(good)
+        np.testing.assert_array_equal(y, same_y)
+        assert layer.backward(y).shape == y.shape
+        layer.load_state_dict(state)
+
+    def fails(call, kind, message):
+        found, said = error_of(call)
+        assert (found, message in said) == (kind, True), said
+        for name, array in layer.state_dict().items():
+            np.testing.assert_array_equal(array, state[name])
+        still_in_step()
+
+    # backward of a batch that is empty everywhere
+    layer(good[:0])
+    fails(
+        lambda: layer.backward(good[: int(rank == last)]),
+        ValueError,
+        f"dy: expected the shape of x, (0, 3, 4), got (1, 3, 4) (on rank {last})",
+    )
+    settings = {"eps": (1e-5, 0.5), "correction": (1, 0), "exponential_average_factor": (0.1, 0.5)}
+    for name, (usual, other) in settings.items() if size > 1 else ():
+        setattr(layer, name, other if rank == last else usual)
+        error = error_of(lambda: layer(good))
+        setattr(layer, name, usual)
+        expected = f"{name}: expected the same on all ranks, got {float(usual)} on rank 0, "
+        assert error == (ValueError, f"{expected}{float(other)} on rank {last}")
+        still_in_step()
+    for bad in (-1.0, None, "a"):
+        for name in ("eps", "correction"):
+            usual = getattr(layer, name)
+            setattr(layer, name, bad if rank == last else usual)
+            kind, said = error_of(lambda: layer(good))
+            setattr(layer, name, usual)
+            assert kind is (ValueError if bad == -1.0 else TypeError)
+            assert said.startswith(f"{name}: expected"), said
+            still_in_step()
+    layer.correction = 1000
+    assert error_of(lambda: layer.forward(good, update_statistics=False))[0] is ValueError
+    layer.correction = 1
+    still_in_step()
+    if size > 1:
+        fails(
+            lambda: layer.forward(good, update_statistics=rank != last),
+            ValueError,
+            "exponential_average_factor: expected the same on all ranks, got 0.1 on rank 0",
+        )
+    for error in (
+        ValueError("cannot open \udcff file"),
+        SilentError(),
+        ValueError("\0"),
+        StopIteration(),
+    ):
+        kind, said = error_of(
+            lambda error=error: layer(Unreadable(error) if rank == last else good)
+        )
+        assert kind in (TypeError, RuntimeError)
+        assert said.endswith(f"(on rank {last})")
+        still_in_step()
+
+    # no memory for a result on one rank
+    full = (MemoryError, f"no memory for an array (on rank {last})")
+    cunorm.arrays.empty_like = empty_like  # as before, but in here
+    memory.full = rank == last
+    assert error_of(lambda: layer(good)) == full
+    memory.full = False
+    y = layer(good)
+    memory.full = rank == last
+    assert error_of(lambda: layer.backward(y)) == full
+    memory.full = False
+    assert layer.backward(y).shape == y.shape
+    layer.load_state_dict(state)
+
+    # a copy on one rank, which has not agreed on the number of channels
+    ways = [copy.deepcopy]
+    if isinstance(communicator, cunorm.distributed._MPI):
+        ways.append(lambda layer: pickle.loads(pickle.dumps(layer)))
+    for way in ways:
+        fresh = cunorm.SyncBatchNorm(3, communicator=communicator)
+        copied = way(layer)
+        assert copied.communicator.size == size
+        np.testing.assert_array_equal((copied if rank == last else fresh)(good), same_y)
+    # fewer channels than at first
+    layer.num_features = 2
+    layer.weight, layer.bias = layer.weight[:2].copy(), layer.bias[:2].copy()
+    layer.running_mean, layer.running_var = np.zeros(2, np.float32), np.ones(2, np.float32)
+    fewer = good[:, :2].copy()
+    layer(fewer)
+    assert layer.backward(fewer).shape == fewer.shape
+    kind, said = error_of(lambda: layer(None if rank == last else fewer))
+    assert (kind, said) == (TypeError, f"x: expected an array, got None (on rank {last})")
+
+
 def check_recomputation(communicator):
     """update_statistics=False: the same output; and batches of nothing change nothing."""
     layer = cunorm.SyncBatchNorm(3, communicator=communicator)
@@ -195,7 +327,28 @@ def check_all(communicator):
         check_training(communicator, [1] * communicator.size, np.float32, features=())
     check_worked_example(communicator)
     check_errors(communicator)
+    check_odd_errors(communicator)
     check_recomputation(communicator)
+
+
+def check_communicators(mpi):
+    """Those of MPI that will do and those that will not."""
+    world = mpi.COMM_WORLD
+    part = world.Split(world.rank % 2, -world.rank)  # in reverse order
+    layer = cunorm.SyncBatchNorm(3, communicator=part)
+    check_worked_example(copy.deepcopy(layer).communicator)
+    freed = part.Dup()
+    freed.Free()
+    for none in (mpi.COMM_NULL, freed):
+        expected = "communicator: expected one with ranks, got a null or freed one"
+        assert error_of(lambda none=none: cunorm.as_communicator(none)) == (ValueError, expected)
+    kind, said = error_of(lambda: cunorm.as_communicator(mpi.Intracomm))
+    assert (kind, said[:26]) == (TypeError, "communicator: expected one")
+    if world.size > 1:
+        leaders = [max(range(parity, world.size, 2)) for parity in (0, 1)]
+        between = part.Create_intercomm(0, world, leaders[1 - world.rank % 2])
+        kind, said = error_of(lambda: cunorm.as_communicator(between))
+        assert (kind, "got Intercomm; its Merge()" in said) == (TypeError, True)
 
 
 def die_in_the_middle(communicator):
@@ -215,4 +368,5 @@ if __name__ == "__main__":
     cunorm.set_num_threads(1)
     ranks = cunorm.as_communicator(MPI.COMM_WORLD)
     {"all": check_all, "die": die_in_the_middle}[sys.argv[1]](ranks)
+    check_communicators(MPI)
     print(f"rank {ranks.rank} of {ranks.size} has passed", flush=True)

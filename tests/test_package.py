@@ -19,12 +19,17 @@ PUBLIC = {
     "BatchNorm",
     "BatchNormSaved",
     "Communicator",
+    "ConvBatchNorm",
+    "ConvBatchNormSaved",
+    "Convolution",
+    "CudnnConvolution",
     "GroupNorm",
     "GroupNormSaved",
     "InstanceNorm",
     "InstanceNormSaved",
     "LayerNorm",
     "LayerNormSaved",
+    "MatmulConvolution",
     "Moments",
     "RMSNorm",
     "RMSNormSaved",
@@ -38,6 +43,9 @@ PUBLIC = {
     "batch_norm_forward",
     "batch_norm_statistics",
     "batch_norm_transform",
+    "conv_batch_norm_backward",
+    "conv_batch_norm_forward",
+    "fold_batch_norm",
     "get_num_threads",
     "group_norm_backward",
     "group_norm_forward",
@@ -86,6 +94,13 @@ SIGNATURES = {
     "scale_shift_forward": "(x, scale, shift=None, *, channel_axis=1, out=None)",
     "scale_shift_backward": "(dy, x, scale, *, channel_axis=1, output_mask=(True, True, True), "
     "out=None)",
+    "fold_batch_norm": "(conv_weight, conv_bias, weight, bias, running_mean, running_var, *, "
+    "eps=1e-05, channel_axis=0, groups=1)",
+    "conv_batch_norm_forward": "(x, conv_weight, weight=None, bias=None, running_mean=None, "
+    "running_var=None, *, stride=1, padding=0, dilation=1, groups=1, convolution=None, "
+    "training=True, momentum=None, exponential_average_factor=None, eps=1e-05, correction=1)",
+    "conv_batch_norm_backward": "(dy, x, conv_weight, saved, weight=None, *, "
+    "output_mask=(True, True, True, True))",
     "update_running_statistics": "(running_mean, running_var, mean, var, count, *, "
     "momentum=None, exponential_average_factor=None, correction=1)",
 }

@@ -1,5 +1,6 @@
 """Synchronized batch norm: ranks that are threads, real MPI processes, a stand-in for NCCL."""
 
+import gc
 import importlib.util
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -276,6 +278,99 @@ def test_communicators_that_are_none():
     assert cunorm.SyncBatchNorm(3, communicator=own).communicator is own
     with pytest.raises(TypeError, match="device_pointers: expected True or False, got 1"):
         cunorm.SyncBatchNorm(3, communicator=own, device_pointers=1)
+
+
+@pytest.mark.parametrize(("size", "rank"), [("2", 0), (None, 0), (2.0, 0), (0, 0), (2, 2), (2, -1)])
+def test_size_and_rank(size, rank):
+    """Of a communicator of one's own: integers, of which rank is the smaller one."""
+    with pytest.raises((TypeError, ValueError), match=r"communicator\.(size|rank): expected"):
+        cunorm.SyncBatchNorm(3, communicator=Thread(rank, size, None))
+
+
+def test_communicators_with_a_half_of_anothers_names():
+    for names in (["allGather", "allReduce"], ["all_gather", "all_reduce", "_n_devices"]):
+        bad = types.SimpleNamespace(**dict.fromkeys(names))
+        with pytest.raises(TypeError, match="communicator: expected one of mpi4py, cupyx"):
+            cunorm.as_communicator(bad)
+    with pytest.raises(TypeError, match="communicator: expected one of mpi4py, cupyx"):
+        cunorm.as_communicator(Thread)
+
+
+class Odd(Thread):
+    """Changes what is gathered, or summed."""
+
+    def __init__(self, changed, change):
+        super().__init__(0, 2, None)
+        self.changed, self.change = changed, change
+
+    def all_gather(self, array):
+        rows = np.stack([array, array])
+        return self.change(rows) if self.changed == "all_gather" and array.size > 1 else rows
+
+    def all_reduce(self, array):
+        total = 2 * array
+        return self.change(total) if self.changed == "all_reduce" else total
+
+
+@pytest.mark.parametrize("changed", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        list,
+        tuple,
+        lambda _: None,
+        lambda found: found[:1],
+        lambda found: found.T if found.ndim == 2 else found[None],
+        lambda found: found.astype(np.float32),
+        lambda found: found.astype(">f8"),
+        lambda found: np.concatenate([found, found]),
+    ],
+    ids=["list", "tuple", "None", "one", "turned", "float32", "big-endian", "twice"],
+)
+def test_what_a_communicator_returns(rng, changed, change):
+    layer = cunorm.SyncBatchNorm(3, communicator=Odd(changed, change))
+    x = rng.standard_normal((4, 3, 5)).astype(np.float32)
+    message = rf"communicator\.{changed}: expected an array of shape .* and dtype float64, got"
+    with pytest.raises(TypeError, match=message):
+        layer.backward(layer(x))
+
+
+def test_gathered_with_gaps(rng):
+    """Rows need not lie next to one another."""
+    odd = Odd("all_gather", lambda rows: np.repeat(rows, 2, axis=1)[:, ::2])
+    x = rng.standard_normal((4, 3, 5)).astype(np.float32)
+    usual = cunorm.SyncBatchNorm(3, communicator=Odd(None, None))
+    layer = cunorm.SyncBatchNorm(3, communicator=odd)
+    np.testing.assert_array_equal(layer(x), usual(x))
+    with pytest.raises(ValueError, match=r"x: expected 3 channels .* \(on rank 0\)"):
+        layer(x[:, :2])
+
+
+def test_what_is_let_go(rng):
+    """A layer that is dropped between the passes takes x with it at once."""
+    layer = cunorm.SyncBatchNorm(3, communicator=Odd(None, None))
+    x = rng.standard_normal((4, 3, 5)).astype(np.float32)
+    layer(x)
+    reference = weakref.ref(x)
+    gc.disable()
+    try:
+        del layer, x
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_communicator_stays():
+    layer = cunorm.SyncBatchNorm(3, communicator=Odd(None, None))
+    with pytest.raises(AttributeError):
+        layer.communicator = Odd(None, None)
+    assert repr(layer).endswith("training=True, frozen=False, 2 ranks)")
+
+
+def test_no_channels():
+    layer = cunorm.SyncBatchNorm(0, communicator=Odd(None, None))
+    assert layer(np.zeros((4, 0, 5), np.float32)).shape == (4, 0, 5)
+    assert layer.num_batches_tracked == 0
 
 
 def test_state_is_that_of_batch_norm(rng):

@@ -24,6 +24,9 @@ class Layer:
     #: Names of the arrays in a state dict, as far as the layer has them.
     _names: tuple[str, ...] = ("weight", "bias")
 
+    #: Names of the gradients that the norm's backward function returns after dx.
+    _trained: tuple[str, ...] = ("weight", "bias")
+
     def __init__(self) -> None:
         self.training = True
         self.frozen = False
@@ -54,7 +57,7 @@ class Layer:
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """The arrays to train, by the names ``weight`` and ``bias``; none when frozen.
+        """The arrays to train, by their names, ``weight`` and ``bias``; none when frozen.
 
         The dict is the layer's own: change the arrays in place, or put others in it.
         """
@@ -81,7 +84,7 @@ class Layer:
         Parameters
         ----------
         dy : array
-            Gradient with respect to y: shape and dtype of x.
+            Gradient with respect to y: its shape and dtype.
 
         Returns
         -------
@@ -98,11 +101,10 @@ class Layer:
         if self._cache is None:
             raise RuntimeError("backward: expected a call of forward before each call, got none")
         function, inputs, options = self._cache
-        trains = bool(self.parameters)
-        mask = (True, trains, trains)
-        dx, *gradients = function(dy, *inputs, self.weight, output_mask=mask, **options)
-        named = zip(("weight", "bias"), gradients, strict=False)  # there may be no bias
-        self._gradients = dict(named) if trains else {}
+        trains = [name in self.parameters for name in self._trained]
+        dx, *found = function(dy, *inputs, self.weight, output_mask=(True, *trains), **options)
+        named = zip(self._trained, found, strict=False)  # there may be no bias
+        self._gradients = {name: array for name, array in named if array is not None}
         self._cache = None
         return dx
 
@@ -223,7 +225,9 @@ class Layer:
 class TrackingLayer(Layer):
     """A layer over channels that may have running statistics."""
 
-    _names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    _names: tuple[str, ...] = (
+        "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
+    )  # fmt: skip
 
     #: The norm's forward and backward functions, and the former's name for "with x's own
     #: statistics".
@@ -319,7 +323,7 @@ class TrackingLayer(Layer):
         factor = self._factor
         if factor == "cumulative":
             factor = 1.0 / (int(self.num_batches_tracked) + 1) if updating else 0.0  # type: ignore[arg-type]
-        check_channels(x, self.num_features, self.channel_axis)
+        self._check_channels(x)
         reading = updating or not adapting
         forward, backward = self._functions
         y, saved = forward(
@@ -338,6 +342,9 @@ class TrackingLayer(Layer):
             self.num_batches_tracked += 1  # type: ignore[operator]
         self._keep(backward, x, saved)
         return y
+
+    def _check_channels(self, x: Array) -> None:
+        check_channels(x, self.num_features, self.channel_axis)
 
     def _has_values(self, saved: Any) -> bool:
         """Whether there was anything in a batch to take into the running statistics."""
@@ -387,7 +394,7 @@ def check_channels(x: Array, number: int, channel_axis: int) -> None:
 def _factor(momentum: Any, exponential_average_factor: Any) -> float | Literal["cumulative"]:
     """Weight of the new batch, from either way to give it, for a layer."""
     if not isinstance(exponential_average_factor, str):
-        return checks.averaging_factor(momentum, exponential_average_factor, stacklevel=5)
+        return checks.averaging_factor(momentum, exponential_average_factor)
     if exponential_average_factor != "cumulative":
         raise ValueError(
             'exponential_average_factor: expected a number from 0 to 1 or "cumulative", '

@@ -6,7 +6,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from ..arrays import Array
 from ..functional.batch_norm import batch_norm_backward, batch_norm_forward
+from ..functional.fold_batch_norm import fold_batch_norm
 from .base import TrackingLayer
 
 __all__ = ["BatchNorm"]
@@ -103,3 +105,42 @@ class BatchNorm(TrackingLayer):
         if self.running_mean is None:
             raise ValueError("freeze: expected a layer with running statistics, got one without")
         return super().freeze()
+
+    def fold_into(
+        self,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        channel_axis: int = 0,
+        groups: int = 1,
+    ) -> tuple[Array, Array]:
+        """Weight and bias of the convolution before the layer, with the layer in them.
+
+        What `cunorm.fold_batch_norm` makes of them, `weight`, `bias` and the running
+        statistics: in inference that convolution does both. The layer stays as it is.
+
+        Parameters
+        ----------
+        weight : array
+            The convolution's or dense layer's, with C output channels at `channel_axis`.
+        bias : array, shape (C,), optional
+        channel_axis, groups : int
+            As in `cunorm.fold_batch_norm`.
+
+        Returns
+        -------
+        weight : array
+            Shape and dtype of the one given.
+        bias : array, shape (C,)
+
+        Raises
+        ------
+        ValueError, TypeError
+            As `cunorm.fold_batch_norm`, and for a layer without running statistics.
+        """
+        if self.running_mean is None:
+            raise ValueError("fold_into: expected a layer with running statistics, got one without")
+        return fold_batch_norm(
+            weight, bias, self.weight, self.bias, self.running_mean, self.running_var,
+            eps=self.eps, channel_axis=channel_axis, groups=groups,
+        )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -27,18 +27,22 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(BatchNorm):
     """Batch normalization over the samples of all ranks.
 
-    On every rank, in training, the same output as `BatchNorm` on all ranks' samples put
-    together, and the same running statistics, in the same bits. In inference ranks do not
-    communicate.
+    In training the output on every rank is that of `BatchNorm` on all ranks' samples put
+    together, but for rounding. The running statistics have the same bits on all ranks. In
+    inference ranks do not communicate.
 
     ``forward`` gathers (count, mean, m2) of every rank, in float64 and one message, and merges
     them by counts in the order of ranks. ``backward`` adds up sum(dy) and sum(dy * (x - mean))
     over ranks, in one message, for dx. Gradients of weight and bias are those of this rank's
-    samples, because training loops add up gradients over ranks anyway.
+    samples: the training loop has to add up all gradients over ranks.
 
     Batches may be uneven, or empty on some ranks. All ranks have to call ``forward`` in training
-    and its ``backward`` equally often and in the same order. What is wrong on one rank raises the
-    same error on all of them, before anything has changed.
+    and its ``backward`` equally often and in the same order. What is wrong with x, dy or the
+    layer's settings and arrays on one rank, or differs between ranks, raises the same error on
+    all of them, before anything has changed.
+
+    A deep copy of the layer shares its communicator. To keep or send a layer take its
+    `state_dict`: of communicators, most cannot be pickled.
 
     Parameters
     ----------
@@ -55,6 +59,7 @@ class SyncBatchNorm(BatchNorm):
     Attributes
     ----------
     communicator : Communicator
+        What `cunorm.as_communicator` made of the one given.
 
     Raises
     ------
@@ -88,8 +93,16 @@ class SyncBatchNorm(BatchNorm):
             channel_axis=channel_axis,
             dtype=dtype,
         )
-        self.communicator = as_communicator(communicator, device_pointers=device_pointers)
-        self._ranks = _Ranks(self.communicator, self.num_features)
+        self._ranks = _Ranks(as_communicator(communicator, device_pointers=device_pointers))
+
+    def __repr__(self) -> str:
+        size = self.communicator.size
+        return f"{super().__repr__()[:-1]}, {size} rank{'s' if size > 1 else ''})"
+
+    @property
+    def communicator(self) -> Communicator:
+        """What the ranks communicate by."""
+        return self._ranks.communicator
 
     def forward(self, x: Array, *, update_statistics: bool = True) -> Array:
         """Normalize x and keep what ``backward`` needs.
@@ -111,12 +124,18 @@ class SyncBatchNorm(BatchNorm):
         ------
         ValueError, TypeError
             As `cunorm.batch_norm_forward`, if all ranks together have one value a channel, and
-            if ranks disagree about the number of channels or the dtype; on all ranks alike.
+            if ranks disagree about the number of channels, the dtype, eps, correction or
+            exponential_average_factor; on all ranks alike.
         """
         if not self.training or self.frozen:
             return super().forward(x, update_statistics=update_statistics)
-        with self._ranks.in_step(self._ranks.tell_of_failed_forward):
+        self._ranks.spoken = False
+        try:
             return super().forward(x, update_statistics=update_statistics)
+        except Exception as error:
+            if self._ranks.spoken:
+                raise
+            self._ranks.tell_of_failed_forward(error, self._zeros())
 
     def backward(self, dy: Array) -> Array:
         """Gradient with respect to x of the last ``forward``; sets `gradients`.
@@ -136,104 +155,37 @@ class SyncBatchNorm(BatchNorm):
         Raises
         ------
         RuntimeError
-            Without a ``forward`` before, or for the second time after one.
+            Without a ``forward`` before, or for the second time after one; on this rank alone.
         ValueError, TypeError
             As `cunorm.batch_norm_backward`, on all ranks alike.
         """
-        if self._cache is None or self._cache[0] != self._backward_together:
+        if self._cache is None or not isinstance(self._cache[1][1], _Saved):
             return super().backward(dy)
-        with self._ranks.in_step(self._ranks.tell_of_failed_backward):
+        self._ranks.spoken = False
+        try:
             return super().backward(dy)
+        except Exception as error:
+            if self._ranks.spoken:
+                raise
+            self._ranks.tell_of_failed_backward(error, self._zeros())
+
+    def _zeros(self) -> Array:
+        """One a channel, of the library that this layer's arrays are of."""
+        like = self.weight if self.running_mean is None else self.running_mean
+        if like is None or isinstance(like, np.ndarray):
+            return np.zeros(self.num_features)
+        return like.astype(np.float64) * 0.0
 
     @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:  # type: ignore[override]
         if self.training and not self.frozen:
-            return self._forward_together, self._backward_together
+            return partial(_forward, self._ranks), partial(_backward, self._ranks)
         return BatchNorm._functions
 
-    def _forward_together(
-        self,
-        x: Array,
-        weight: Array | None,
-        bias: Array | None,
-        running_mean: Array | None,
-        running_var: Array | None,
-        *,
-        exponential_average_factor: float,
-        eps: float,
-        correction: float,
-        channel_axis: int,
-        training: bool,  # noqa: ARG002  (it is: that is what this is for)
-    ) -> tuple[Array, _Saved]:
-        """Like `batch_norm_forward` in training; everything that can fail here comes first."""
-        names = ("x", "weight", "bias", "running_mean", "running_var")
-        (x, *vectors), place = arrays.adopt(names, x, weight, bias, running_mean, running_var)
-        weight, bias, running_mean, running_var = vectors
-        axis, number, _ = channels_of(x, channel_axis)
-        for name, vector in zip(names[1:], vectors, strict=True):
-            checks.per_channel(name, vector, number, x.dtype)
-        checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
-        local = batch_norm_statistics(x, channel_axis=axis, dtype=np.float64)
-
-        count, mean, m2 = self._ranks.merge(local, x.dtype)
-        checks.several_values_of_all_ranks(count)
-        if running_var is not None and count > 0:
-            checks.correctable(count, correction)
-        with np.errstate(all="ignore"):
-            var = m2 / max(count, 1)
-            inv_std = (1.0 / np.sqrt(var + eps)).astype(checks.statistics_dtype(x.dtype))
-        with place:
-            mean, var, inv_std = (place.xp.asarray(array) for array in (mean, var, inv_std))
-            y = batch_norm_transform(x, mean, inv_std, weight, bias, channel_axis=axis)
-            update_running_statistics(
-                running_mean, running_var, mean, var, count,
-                exponential_average_factor=exponential_average_factor, correction=correction,
-            )  # fmt: skip
-            (y,) = place.export(y)
-        dtypes = [inv_std.dtype if vector is None else vector.dtype for vector in (weight, bias)]
-        return y, _Saved(mean, inv_std, count, axis, *dtypes)
-
-    def _backward_together(
-        self,
-        dy: Array,
-        x: Array,
-        saved: _Saved,
-        weight: Array | None,
-        *,
-        output_mask: tuple[bool, bool, bool],
-    ) -> tuple[Array, Array | None, Array | None]:
-        """Like `batch_norm_backward` after it."""
-        (dy, x, weight), place = arrays.adopt(("dy", "x", "weight"), dy, x, weight)
-        mean, inv_std, count, axis, *dtypes = saved
-        checks.same_as_input("dy", dy, x)
-        checks.per_channel("weight", weight, len(mean), x.dtype)
-        sums = batch_norm_backward_reduce(dy, x, mean, channel_axis=axis)
-        if count > 0:
-            together = self._ranks.add_up(*sums)
-            dx = batch_norm_backward_transform(
-                dy, x, mean, inv_std, weight, *together, count, channel_axis=axis
-            )
-        else:
-            dx = dy.copy()  # of nothing
-        with place, np.errstate(all="ignore"):
-            gradients = [
-                values.astype(dtype) if wanted else None
-                for values, dtype, wanted in zip(
-                    (sums[1] * inv_std, sums[0]), dtypes, output_mask[1:], strict=True
-                )
-            ]
-            dx, dweight, dbias = place.export(dx, *gradients)
-        return dx, dweight, dbias
-
     def _has_values(self, saved: Any) -> bool:
-        return saved.count > 0 if isinstance(saved, _Saved) else super()._has_values(saved)
-
-
-# What messages between ranks hold besides numbers.
-_GOOD, _FAILED = 0, 1
-_DTYPES = ["float16", "bfloat16", "float32", "float64"]
-_ERRORS = (TypeError, ValueError, MemoryError, RuntimeError)
-_TEXT_BYTES = 512
+        if isinstance(saved, _Saved):
+            return saved.count > 0 and saved.mean.size > 0
+        return super()._has_values(saved)
 
 
 class _Saved(NamedTuple):
@@ -247,53 +199,135 @@ class _Saved(NamedTuple):
     bias_dtype: Any
 
 
+def _forward(
+    ranks: _Ranks,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array | None,
+    running_var: Array | None,
+    *,
+    exponential_average_factor: float,
+    eps: float,
+    correction: float,
+    channel_axis: int,
+    training: bool,  # noqa: ARG001  (it is: that is what this is for)
+) -> tuple[Array, _Saved]:
+    """Like `batch_norm_forward` in training.
+
+    What can fail on one rank alone comes before the message, the memory for y too.
+    """
+    names = ("x", "weight", "bias", "running_mean", "running_var")
+    (x, *vectors), place = arrays.adopt(names, x, weight, bias, running_mean, running_var)
+    weight, bias, running_mean, running_var = vectors
+    axis, number, _ = channels_of(x, channel_axis)
+    for name, vector in zip(names[1:], vectors, strict=True):
+        checks.per_channel(name, vector, number, x.dtype)
+    checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
+    eps = checks.not_negative("eps", eps)
+    correction = checks.not_negative("correction", correction)
+    factor = 0.0 if running_mean is None else exponential_average_factor
+    settings = {"eps": eps, "correction": correction, "exponential_average_factor": factor}
+    with place:
+        y = arrays.empty_like(x)
+        local = batch_norm_statistics(x, channel_axis=axis, dtype=np.float64)
+
+        count, mean, m2 = ranks.merge(local, x.dtype, settings)
+        checks.several_values_of_all_ranks(count)
+        if count > 0:
+            checks.correctable(count, correction)
+        with np.errstate(all="ignore"):
+            var = m2 / max(count, 1)
+            inv_std = (1.0 / np.sqrt(var + eps)).astype(checks.statistics_dtype(x.dtype))
+        mean, var, inv_std = (place.xp.asarray(array) for array in (mean, var, inv_std))
+        batch_norm_transform(x, mean, inv_std, weight, bias, channel_axis=axis, out=y)
+        update_running_statistics(
+            running_mean, running_var, mean, var, count,
+            exponential_average_factor=factor, correction=correction,
+        )  # fmt: skip
+        (y,) = place.export(y)
+    dtypes = [inv_std.dtype if vector is None else vector.dtype for vector in (weight, bias)]
+    return y, _Saved(mean, inv_std, count, axis, *dtypes)
+
+
+def _backward(
+    ranks: _Ranks,
+    dy: Array,
+    x: Array,
+    saved: _Saved,
+    weight: Array | None,
+    *,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Array, Array | None, Array | None]:
+    """Like `batch_norm_backward` after it."""
+    (dy, x, weight), place = arrays.adopt(("dy", "x", "weight"), dy, x, weight)
+    mean, inv_std, count, axis, *dtypes = saved
+    checks.same_as_input("dy", dy, x)
+    checks.per_channel("weight", weight, len(mean), x.dtype)
+    with place, np.errstate(all="ignore"):
+        dx = arrays.empty_like(x)
+        sums = batch_norm_backward_reduce(dy, x, mean, channel_axis=axis)
+        gradients = [
+            values.astype(dtype) if wanted else None
+            for values, dtype, wanted in zip(
+                (sums[1] * inv_std, sums[0]), dtypes, output_mask[1:], strict=True
+            )
+        ]
+        together = ranks.add_up(*sums)
+        if count > 0:
+            batch_norm_backward_transform(
+                dy, x, mean, inv_std, weight, *together, count, channel_axis=axis, out=dx
+            )
+        dx, dweight, dbias = place.export(dx, *gradients)
+    return dx, dweight, dbias
+
+
+# What messages between ranks hold besides numbers.
+_GOOD, _FAILED = 0, 1
+_DTYPES = ["float16", "bfloat16", "float32", "float64"]
+_ERRORS = (TypeError, ValueError, MemoryError, RuntimeError)
+_TEXT_BYTES = 512
+
+
 class _Ranks:
     """What the ranks of a layer tell each other, one message a pass.
 
-    Forward: (status, count, dtype) as integers of 64 bits, mean, m2. Backward: the number of
-    ranks that failed, sum_dy, sum_dy_xmu. The length of both depends on the number of channels,
-    about which the ranks agree once, in a message of their own. Only where a rank has failed
-    do they exchange what to raise.
+    Forward: (status, count, dtype) as integers of 64 bits, three settings, mean, m2. Backward:
+    the number of ranks that failed, sum_dy, sum_dy_xmu. The length of both depends on the number
+    of channels, about which the ranks agree once, in a message of their own. Only where a rank
+    has failed do they exchange what to raise.
     """
 
-    def __init__(self, communicator: Communicator, channels: int) -> None:
-        self._communicator = communicator
-        self._channels = channels
-        self._agreed = False
-        self._spoken = False  # whether this pass' message has been sent
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.spoken = False  # whether this pass' message has been sent, so that nobody waits for it
+        self._agreed: int | None = None  # the number of channels
 
-    @contextmanager
-    def in_step(self, tell: Callable[[Exception], NoReturn]) -> Iterator[None]:
-        """A pass: if it fails before its message, the others, who wait for that, are told."""
-        self._spoken = False
-        try:
-            yield
-        except Exception as error:
-            if self._spoken:
-                raise
-            tell(error)
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has agreed on nothing
+        return _Ranks, (self.communicator,)
 
-    def merge(self, local: Moments, dtype: np.dtype) -> Moments:
+    def __deepcopy__(self, _: dict[int, Any]) -> _Ranks:
+        return _Ranks(self.communicator)
+
+    def merge(self, local: Moments, dtype: np.dtype, settings: dict[str, float]) -> Moments:
         """Moments of all ranks together, on the CPU, in the same bits on every rank."""
-        rows = self._gather(_GOOD, local.count, _DTYPES.index(dtype.name), local.mean, local.m2)
-        header = np.ascontiguousarray(rows[:, :3]).view(np.int64)
+        count, mean, m2 = local
+        rows = self._gather(
+            _GOOD, count, _DTYPES.index(dtype.name), list(settings.values()), mean, m2
+        )
+        header = rows[:, :3].copy().view(np.int64)
         if (header[:, 0] == _FAILED).any():
             self._raise_together(None)
-        names = [_DTYPES[i] for i in header[:, 2]]
-        for rank, name in enumerate(names):
-            if name != names[0]:
-                raise TypeError(
-                    f"x: expected one dtype on all ranks, got {names[0]} on rank 0, "
-                    f"{name} on rank {rank}"
-                )
-        means, squares = np.split(rows[:, 3:], 2, axis=1)
+        _same("x: expected one dtype", [_DTYPES[i] for i in header[:, 2]], TypeError)
+        for name, values in zip(settings, rows[:, 3:6].T.tolist(), strict=True):
+            _same(f"{name}: expected the same", values, ValueError)
+        means, squares = np.split(rows[:, 6:], 2, axis=1)
         parts = zip(header[:, 1], means, squares, strict=True)
         return merge_moments([Moments(int(count), mean, m2) for count, mean, m2 in parts])
 
-    def tell_of_failed_forward(self, error: Exception) -> NoReturn:
-        """Raise on every rank what has failed on this one."""
-        nothing = np.zeros(self._channels)
-        self._gather(_FAILED, 0, 0, nothing, nothing)
+    def tell_of_failed_forward(self, error: Exception, zeros: Array) -> NoReturn:
+        """Raise on every rank what has failed on this one; `zeros` has one a channel."""
+        self._gather(_FAILED, 0, 0, [0.0, 0.0, 0.0], zeros, zeros)
         self._raise_together(error)
 
     def add_up(self, sum_dy: Array, sum_dy_xmu: Array) -> tuple[Array, Array]:
@@ -301,51 +335,48 @@ class _Ranks:
         joined = self._reduce(_GOOD, sum_dy, sum_dy_xmu)
         if joined[0] != _GOOD:
             self._raise_together(None)
-        return joined[1 : 1 + self._channels], joined[1 + self._channels :]
+        number = sum_dy.size
+        return joined[1 : 1 + number], joined[1 + number :]
 
-    def tell_of_failed_backward(self, error: Exception) -> NoReturn:
-        """Raise on every rank what has failed on this one."""
-        nothing = np.zeros(self._channels)
-        self._reduce(_FAILED, nothing, nothing)
+    def tell_of_failed_backward(self, error: Exception, zeros: Array) -> NoReturn:
+        """Raise on every rank what has failed on this one; `zeros` has one a channel."""
+        self._reduce(_FAILED, zeros, zeros)
         self._raise_together(error)
 
-    def _gather(self, status: int, count: int, dtype: int, mean: Array, m2: Array) -> np.ndarray:
-        self._agree()
+    def _gather(
+        self, status: int, count: int, dtype: int, settings: list[float], mean: Array, m2: Array
+    ) -> np.ndarray:
+        self._agree(mean.size)
         header = np.array([status, count, dtype], np.int64).view(np.float64)
-        message = _joined(header, mean, m2)
-        self._spoken = True
-        return arrays.move(self._communicator.all_gather(message), "cpu")  # type: ignore[no-any-return]
+        return self._gathered(_joined(header, np.array(settings), mean, m2))
 
     def _reduce(self, status: int, sum_dy: Array, sum_dy_xmu: Array) -> Array:
         message = _joined(np.array([status], np.float64), sum_dy, sum_dy_xmu)
-        self._spoken = True
-        return self._communicator.all_reduce(message)
+        self.spoken = True
+        total = self.communicator.all_reduce(message)
+        return _answer("all_reduce", total, message.shape)
 
-    def _agree(self) -> None:
+    def _gathered(self, message: Array) -> np.ndarray:
+        """Every rank's message, on the CPU and contiguous."""
+        self.spoken = True
+        rows = self.communicator.all_gather(message)
+        shape = (self.communicator.size, message.size)
+        return np.ascontiguousarray(arrays.move(_answer("all_gather", rows, shape), "cpu"))
+
+    def _agree(self, channels: int) -> None:
         """Make sure, once, that messages have the same length on all ranks."""
-        if self._agreed:
+        if self._agreed == channels:
             return
-        self._spoken = True
-        own = np.array([self._channels], np.int64).view(np.float64)
-        found = self._communicator.all_gather(own).view(np.int64)[:, 0].tolist()
-        for rank, channels in enumerate(found):
-            if channels != found[0]:
-                raise ValueError(
-                    f"num_features: expected the same on all ranks, got {found[0]} on rank 0, "
-                    f"{channels} on rank {rank}"
-                )
-        self._agreed, self._spoken = True, False
+        found = self._gathered(np.array([channels], np.int64).view(np.float64))
+        _same("num_features: expected the same", found.view(np.int64)[:, 0].tolist(), ValueError)
+        self._agreed, self.spoken = channels, False
 
     def _raise_together(self, error: Exception | None) -> NoReturn:
         """Raise the error of the first rank that has one; all ranks call this."""
-        text = b""
-        if error is not None:
-            kinds = (i for i, kind in enumerate(_ERRORS) if isinstance(error, kind))
-            kind = next(kinds, len(_ERRORS) - 1)
-            text = f"{kind}{error or type(error).__name__}".encode()[:_TEXT_BYTES]
+        text = b"" if error is None else _packed(error)
         message = np.zeros(_TEXT_BYTES, np.uint8)
         message[: len(text)] = np.frombuffer(text, np.uint8)
-        found = self._communicator.all_gather(message.view(np.float64)).view(np.uint8)
+        found = self._gathered(message.view(np.float64)).view(np.uint8)
         for rank, row in enumerate(found):
             text = bytes(row).rstrip(b"\0")
             if text:
@@ -354,10 +385,41 @@ class _Ranks:
         raise RuntimeError("a rank has failed")
 
 
+def _packed(error: Exception) -> bytes:
+    """The kind of an error, and its message."""
+    try:
+        said = str(error).replace("\0", " ")
+    except Exception:  # somebody else's class
+        said = ""
+    kinds = (i for i, kind in enumerate(_ERRORS) if isinstance(error, kind))
+    kind = next(kinds, len(_ERRORS) - 1)
+    return f"{kind}{said or type(error).__name__}".encode(errors="replace")[:_TEXT_BYTES]
+
+
+def _same(expectation: str, found: list[Any], error: type[Exception]) -> None:
+    """What all ranks have to have alike."""
+    for rank, value in enumerate(found):
+        if value != found[0]:
+            raise error(
+                f"{expectation} on all ranks, got {found[0]} on rank 0, {value} on rank {rank}"
+            )
+
+
+def _answer(name: str, result: Any, shape: tuple[int, ...]) -> Array:
+    """What a communicator returned, if it has this shape."""
+    found = getattr(result, "shape", None), getattr(result, "dtype", None)
+    if found != (shape, np.float64):
+        raise TypeError(
+            f"communicator.{name}: expected an array of shape {shape} and dtype float64, "
+            f"got {checks.shown(result)}"
+        )
+    return result
+
+
 def _joined(header: np.ndarray, *vectors: Array) -> Array:
-    """A header and vectors in one array of float64, NumPy's or CuPy's as the vectors are."""
-    if isinstance(vectors[0], np.ndarray):
+    """A header and vectors in one array of float64, NumPy's or CuPy's as the last vector is."""
+    if isinstance(vectors[-1], np.ndarray):
         return np.concatenate([header, *vectors], dtype=np.float64)
     import cupy
 
-    return cupy.concatenate([cupy.asarray(header), *vectors], dtype=np.float64)
+    return cupy.concatenate([cupy.asarray(header), *map(cupy.asarray, vectors)], dtype=np.float64)
