@@ -9,7 +9,7 @@ demo: .venv/installed-examples
 	$(BIN)/python examples/train_digits.py
 
 demo-parallel: .venv/installed-parallel
-	@echo "training in two processes of MPICH, which is in .venv ..."
+	@echo "starting two processes of MPICH, which is in .venv ..."
 	$(BIN)/mpiexec -n 2 $(BIN)/python -m mpi4py examples/train_digits_parallel.py
 
 test: .venv/installed-dev lint

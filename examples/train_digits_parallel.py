@@ -25,13 +25,15 @@ import cunorm
 
 
 def synchronized(layers, communicator):
-    """The same layers, their batch norms over all ranks."""
-    return [
-        cunorm.SyncBatchNorm(layer.num_features, communicator=communicator)
-        if isinstance(layer, cunorm.BatchNorm)
-        else layer
-        for layer in layers
-    ]
+    """The same layers, their batch norms, which have the usual settings, over all ranks."""
+    new = []
+    for layer in layers:
+        if isinstance(layer, cunorm.BatchNorm):
+            state = layer.state_dict()
+            layer = cunorm.SyncBatchNorm(layer.num_features, communicator=communicator)
+            layer.load_state_dict(state)
+        new.append(layer)
+    return new
 
 
 def add_up_gradients(layers, communicator):
@@ -54,7 +56,8 @@ def train(layers, images, labels, communicator, *, epochs, batch_size, learning_
     size, rank = communicator.size, communicator.rank
     steps = len(images) // batch_size
     losses = []
-    with tqdm(total=epochs * steps, desc=f"{size} ranks", unit="step", disable=rank > 0) as bar:
+    who = f"{size} ranks together" if size > 1 else "1 rank alone"
+    with tqdm(total=epochs * steps, desc=who, unit="step", disable=rank > 0) as bar:
         for _ in range(epochs):
             order = order_of.permutation(len(images))[: steps * batch_size]
             for batch in order.reshape(steps, batch_size):
@@ -83,6 +86,9 @@ def main():
     threadpool_limits(threads)  # NumPy's matrix products
     (images, test_images), (labels, test_labels) = digits(np.random.default_rng(0))
     layers = synchronized(network(np.random.default_rng(1), batch_norm=True), world)
+    if world.rank == 0:
+        print(f"Training in {world.size} processes, then in one to compare, on the same batches.")
+        print("The first step loads the kernels, or compiles them, which takes up to a minute.")
     together = train(layers, images, labels, world, **options)
     score = accuracy(layers, test_images, test_labels)  # inference: every rank for itself
     if world.rank > 0:
@@ -91,6 +97,7 @@ def main():
     layers = network(np.random.default_rng(1), batch_norm=True)
     alone = train(layers, images, labels, MPI.COMM_SELF, **options)
     difference = np.abs(together - alone)
+    print("Each step's loss. It differs by rounding (float32: 6e-8), which training makes grow.")
     print("step    loss together  loss alone  difference")
     for step in (0, 9, len(alone) // 4, len(alone) // 2, len(alone) - 1):
         print(

@@ -224,18 +224,26 @@ def test_mpi_and_device_arrays(stand_in_for_cupy, monkeypatch, device_pointers):
         assert events == [*before, "sent"]
 
 
-# --- the steps in docs/distributed.md ---------------------------------------------
+# --- what docs/distributed.md shows -----------------------------------------------
 
 
-def test_documented_steps():
-    """They do what the layer does."""
+@pytest.fixture(scope="module")
+def documented():
+    """The names that its snippets define."""
     text = (CHECKOUT / "docs" / "distributed.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    steps = {}
-    exec(compile(snippet, "distributed.md", "exec"), steps)
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 3
+    names = {}
+    for snippet in snippets:
+        exec(compile(snippet, "distributed.md", "exec"), names)
+    return names
+
+
+def test_documented_steps(documented):
+    """They do what the layer does."""
 
     def work(communicator):
-        def all_gather(moments):
+        def exchange(moments):
             words = [np.array([moments.count], np.float64), moments.mean, moments.m2]
             rows = communicator.all_gather(np.concatenate(words))
             return [cunorm.Moments(int(row[0]), *np.split(row[1:], 2)) for row in rows]
@@ -244,8 +252,9 @@ def test_documented_steps():
         x, dy = rng.standard_normal((2, 3 + communicator.rank, 4, 5))
         layer = cunorm.SyncBatchNorm(4, communicator=communicator, dtype=np.float64)
         mean, var = np.zeros(4), np.ones(4)
-        y, saved = steps["sync_forward"](x, layer.weight, layer.bias, mean, var, all_gather)
-        gradients = steps["sync_backward"](dy, x, saved, layer.weight, communicator.all_reduce)
+        y, saved = documented["sync_forward"](x, layer.weight, layer.bias, mean, var, exchange)
+        add_up = communicator.all_reduce
+        gradients = documented["sync_backward"](dy, x, saved, layer.weight, add_up)
         np.testing.assert_array_equal(layer(x), y)
         np.testing.assert_array_equal(layer.backward(dy), gradients[0])
         np.testing.assert_array_equal(layer.gradients["weight"], gradients[1])
@@ -254,6 +263,29 @@ def test_documented_steps():
         np.testing.assert_array_equal(layer.running_var, var)
 
     in_threads(2, work)
+
+
+def test_documented_communicator(documented):
+    def make(rank, _, shared):
+        return documented["Threads"](rank, *shared)
+
+    in_threads(3, ranks.check_worked_example, make)
+    in_threads(2, ranks.check_errors, make)
+
+
+def test_documented_conversion(documented, rng):
+    layer = cunorm.BatchNorm(
+        3, eps=1e-2, momentum=0.5, correction=0, channel_axis=-1, dtype=np.float64
+    )
+    layer.weight[...] = 3
+    x = rng.standard_normal((4, 5, 3))
+    layer(x)
+    new = documented["synchronized"](layer, Odd(None, None))
+    for name, array in layer.state_dict().items():
+        np.testing.assert_array_equal(new.state_dict()[name], array, err_msg=name)
+    settings = repr(new).removeprefix("Sync").removesuffix(", 2 ranks)")
+    assert settings == repr(layer).removesuffix(")")
+    np.testing.assert_array_equal(new.eval()(x), layer.eval()(x))
 
 
 def test_example():
