@@ -15,6 +15,7 @@ from .functional.batch_norm import (
     batch_norm_backward,
     batch_norm_backward_reduce,
     batch_norm_backward_transform,
+    batch_norm_double_backward,
     batch_norm_forward,
     batch_norm_statistics,
     batch_norm_transform,
@@ -32,7 +33,12 @@ from .functional.instance_norm import (
     instance_norm_backward,
     instance_norm_forward,
 )
-from .functional.layer_norm import LayerNormSaved, layer_norm_backward, layer_norm_forward
+from .functional.layer_norm import (
+    LayerNormSaved,
+    layer_norm_backward,
+    layer_norm_double_backward,
+    layer_norm_forward,
+)
 from .functional.rms_norm import RMSNormSaved, rms_norm_backward, rms_norm_forward
 from .functional.scale_shift import scale_shift_backward, scale_shift_forward
 from .layers.batch_norm import BatchNorm
@@ -69,6 +75,7 @@ __all__ = [
     "batch_norm_backward",
     "batch_norm_backward_reduce",
     "batch_norm_backward_transform",
+    "batch_norm_double_backward",
     "batch_norm_forward",
     "batch_norm_statistics",
     "batch_norm_transform",
@@ -82,6 +89,7 @@ __all__ = [
     "instance_norm_forward",
     "is_available",
     "layer_norm_backward",
+    "layer_norm_double_backward",
     "layer_norm_forward",
     "merge_moments",
     "rms_norm_backward",

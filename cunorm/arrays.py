@@ -53,6 +53,7 @@ def cuda_missing() -> str | None:
 def cpu_backend() -> ModuleType:
     """The CPU backend; the first call imports Numba."""
     import cunorm.cpu.backward
+    import cunorm.cpu.double_backward
     import cunorm.cpu.statistics
     import cunorm.cpu.transform
 
@@ -63,6 +64,7 @@ def cpu_backend() -> ModuleType:
 def cuda_backend() -> ModuleType:
     """The CUDA backend; the first call imports CuPy."""
     import cunorm.cuda.backward
+    import cunorm.cuda.double_backward
     import cunorm.cuda.statistics
     import cunorm.cuda.transform
 
@@ -308,13 +310,6 @@ def _lies_in(order: tuple[int, ...], array: Any) -> bool:
 def axes(ndim: int) -> tuple[int, ...]:
     """All axes of an array, in their order."""
     return tuple(range(ndim))
-
-
-def empty_like(array: Any) -> Any:
-    """A new array of the shape, dtype and, if it is dense, memory order of one."""
-    if isinstance(array, np.ndarray):
-        return cpu_memory.empty_like(array)
-    return sys.modules["cupy"].empty_like(array)
 
 
 class _Header:

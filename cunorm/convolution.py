@@ -35,7 +35,8 @@ class Convolution(Protocol):
     Arrays are NumPy's or, on a GPU, CuPy's, whatever the caller's own; x has shape
     (N, C, H, W), weight (O, C / groups, K, L). `stride`, `padding` and `dilation` are pairs,
     for H and W. Each result is an array of its own, which is overwritten later, in the dtype
-    of x (`backward_weight`: of weight). The same arguments give the same bits every time.
+    and, if y is to have it, memory order of x (`backward_weight`: in the dtype of weight). The
+    same arguments give the same bits every time.
     """
 
     def forward(
@@ -72,7 +73,7 @@ class MatmulConvolution:
 
     The windows of a tile of the result, some samples and a part of the image, become the
     columns of a matrix, which the weight multiplies. Half types are multiplied and added
-    in float32.
+    in float32. Results have the memory order of x.
 
     Parameters
     ----------
@@ -97,9 +98,10 @@ class MatmulConvolution:
     ) -> Array:
         """See `Convolution.forward`."""
         windows = _Windows(x, weight, stride, padding, dilation, groups)
-        y = _empty(x, output_shape(x.shape, weight.shape, stride, padding, dilation))
+        y = empty_like(x, output_shape(x.shape, weight.shape, stride, padding, dilation))
         for tile in self._tiles(y, windows.bytes_of):
-            _view(y, tile)[...] = _image(windows.matrix @ windows.columns(x, tile), tile)
+            with np.errstate(all="ignore"):
+                _view(y, tile)[...] = _image(windows.matrix @ windows.columns(x, tile), tile)
         return y
 
     def backward_input(
@@ -109,12 +111,13 @@ class MatmulConvolution:
         """See `Convolution.backward_input`."""
         windows = _Windows(x, weight, stride, padding, dilation, groups)
         matrix = windows.matrix.swapaxes(1, 2)
-        dx = _empty(x, x.shape)
+        dx = empty_like(x, x.shape)
         for tile in self._tiles(x, lambda tile: windows.bytes_to(tile, dy.shape)):
             outputs = windows.reaching(tile, dy.shape)
-            _view(dx, tile)[...] = windows.added_up(
-                matrix @ windows.rows(dy, outputs), outputs, tile
-            )
+            with np.errstate(all="ignore"):
+                _view(dx, tile)[...] = windows.added_up(
+                    matrix @ windows.rows(dy, outputs), outputs, tile
+                )
         return dx
 
     def backward_weight(
@@ -125,8 +128,10 @@ class MatmulConvolution:
         windows = _Windows(x, weight, stride, padding, dilation, groups)
         total = windows.xp.zeros(windows.matrix.shape, np.float64)
         for tile in self._tiles(dy, windows.bytes_of):
-            total += windows.rows(dy, tile) @ windows.columns(x, tile).swapaxes(1, 2)
-        return total.reshape(weight.shape).astype(weight.dtype)
+            with np.errstate(all="ignore"):
+                total += windows.rows(dy, tile) @ windows.columns(x, tile).swapaxes(1, 2)
+        with np.errstate(all="ignore"):
+            return total.reshape(weight.shape).astype(weight.dtype)
 
     def _tiles(self, images: Array, bytes_of: Callable[[_Tile], int]) -> Iterator[_Tile]:
         """Images (N, C, H, W) in tiles of so many bytes that the workspace holds them."""
@@ -177,6 +182,10 @@ class _Axis(NamedTuple):
             slice(place, place + length, self.stride),
         )
 
+    def most_reaching(self, length: int) -> int:
+        """How many outputs may meet so many inputs in a row."""
+        return (length - 1 + (self.taps - 1) * self.dilation) // self.stride + 1
+
     def reaching(self, inputs: range, number: int) -> range:
         """Those of a number of outputs that meet `inputs` under any tap."""
         reach = (self.taps - 1) * self.dilation - self.padding
@@ -199,7 +208,9 @@ class _Windows:
         self.dtype = checks.statistics_dtype(x.dtype)
         number, *window = weight.shape
         self.shape: tuple[int, ...] = (groups, *window)
-        self.matrix = weight.astype(self.dtype).reshape(groups, number // groups, prod(window))
+        with np.errstate(all="ignore"):
+            matrix = weight.astype(self.dtype)
+        self.matrix = matrix.reshape(groups, number // groups, prod(window))
         self.axes = [
             _Axis(*axis)
             for axis in zip(x.shape[2:], window[1:], stride, padding, dilation, strict=True)
@@ -214,7 +225,10 @@ class _Windows:
         """Of what makes a tile of the input's gradient."""
         channels = self.shape[0] * self.shape[1]
         image = prod(inputs.lengths) * channels * self.dtype.itemsize
-        return image + self.bytes_of(self.reaching(inputs, dy_shape))
+        # of a tile in the middle, which more of the output may reach than the first one
+        extents = zip(self.axes, inputs.lengths[1:], dy_shape[2:], strict=True)
+        reached = [min(number, axis.most_reaching(length)) for axis, length, number in extents]
+        return image + self.bytes_of(_Tile(inputs.samples, *map(range, reached)))
 
     def reaching(self, inputs: _Tile, dy_shape: tuple[int, ...]) -> _Tile:
         """The tile of the output that a tile of the input is connected with."""
@@ -277,8 +291,8 @@ def _image(grouped: Any, tile: _Tile) -> Any:
     return grouped.reshape(channels, *tile.lengths).swapaxes(0, 1)
 
 
-def _empty(x: Any, shape: tuple[int, ...]) -> Any:
-    """A new array of the memory order, if it has one, and dtype of x."""
+def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
+    """A new array of another shape, of the memory order, if it has one, and dtype of x."""
     module = _module(x)
     memory = cpu_memory if module is np else module
     order = arrays.memory_order(x) or arrays.axes(x.ndim)
@@ -321,7 +335,7 @@ class CudnnConvolution:
     ) -> Array:
         """See `Convolution.forward`."""
         del groups  # which the shapes say
-        y = _empty(x, output_shape(x.shape, weight.shape, stride, padding, dilation))
+        y = empty_like(x, output_shape(x.shape, weight.shape, stride, padding, dilation))
         self._run("conv_fprop", {"image": x, "weight": weight}, y, stride, padding, dilation)
         return y
 
@@ -331,7 +345,7 @@ class CudnnConvolution:
     ) -> Array:  # fmt: skip
         """See `Convolution.backward_input`."""
         del groups
-        dx = _empty(x, x.shape)
+        dx = empty_like(x, x.shape)
         self._run("conv_dgrad", {"loss": dy, "filter": weight}, dx, stride, padding, dilation)
         return dx
 

@@ -182,7 +182,7 @@ def as_communicator(communicator: Any, *, device_pointers: bool = False) -> Comm
         return _nccl(communicator)
     elif has("all_gather", "all_reduce", "_n_devices", "rank"):
         return _cupyx(communicator)
-    elif isinstance(communicator, Communicator):
+    elif isinstance(communicator, Communicator) and callable(communicator.all_gather):
         size = checks.number_of_values("communicator.size", communicator.size, 1)
         if checks.number_of_values("communicator.rank", communicator.rank, 0) >= size:
             raise ValueError(
@@ -212,7 +212,7 @@ class _MPI:
 
     def _communicate(self, array: Array, shape: tuple[int, ...], function: Any) -> Array:
         if isinstance(array, np.ndarray):
-            result = np.empty(shape, array.dtype)
+            result = np.zeros(shape, array.dtype)  # none of an older message, should this one fail
             function(array, result)
             return result
         import cupy

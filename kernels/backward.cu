@@ -49,17 +49,6 @@ __device__ inline void add_tile(
     }
 }
 
-// The means of a thread's channels; 0 where there are none.
-__device__ inline void read_means(
-    const BackwardArguments& a, const Work& work, Accumulator (&mean)[STATISTICS]
-) {
-    #pragma unroll
-    for (int s = 0; s < STATISTICS; ++s) {
-        const Offset position = threadIdx.x % ACROSS * STATISTICS + s;
-        mean[s] = position < work.positions ? mean_of(a, work.channel + position) : Accumulator(0);
-    }
-}
-
 // dx = dy * scale.
 __device__ inline void scale_tile(
     const BackwardArguments& a, const Tile& tile, const Vector (&dy)[TILE],
@@ -215,9 +204,9 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
 }
 
 struct AddUpArguments {
-    const Accumulator* gradients;  // dweight, dbias of every block
+    const Accumulator* gradients;  // dweight and, if there are two planes, dbias of every block
     Parameter dweight, dbias;
-    long long blocks, parameters;
+    long long blocks, planes, parameters;
 };
 
 // dweight and dbias from those of samples, or blocks of them.
@@ -229,13 +218,14 @@ KERNEL add_up(const AddUpArguments a) {
     auto* sums = reinterpret_cast<Sums*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Offset parameters = static_cast<Offset>(a.parameters);
+    const Offset planes = static_cast<Offset>(a.planes);
     const Offset parameter = static_cast<Offset>(blockIdx.x) * 32 + lane;
     Sums total = {};
     if (parameter < parameters) {
         #pragma unroll 4
         for (Offset block = warp; block < static_cast<Offset>(a.blocks); block += WARPS) {
-            const Accumulator* place = a.gradients + 2 * block * parameters + parameter;
-            total.merge({read_last(place + parameters), read_last(place)});
+            const Accumulator* place = a.gradients + planes * block * parameters + parameter;
+            total.merge({planes > 1 ? read_last(place + parameters) : 0, read_last(place)});
         }
     }
     sums[threadIdx.x] = total;

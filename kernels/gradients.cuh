@@ -69,16 +69,30 @@ struct BackwardArguments {
     Cut cut;
 };
 
-__device__ inline Accumulator mean_of(const BackwardArguments& a, Offset channel) {
+template <class Arguments>
+__device__ inline Accumulator mean_of(const Arguments& a, Offset channel) {
     return a.mean == nullptr ? Accumulator(0) : read(a.mean + statistic_of(a.geometry, channel));
 }
 
-__device__ inline double residual_of(const BackwardArguments& a, Offset channel) {
+template <class Arguments>
+__device__ inline double residual_of(const Arguments& a, Offset channel) {
     return a.residual == nullptr ? 0.0 : read(a.residual + statistic_of(a.geometry, channel));
 }
 
-__device__ inline double inv_std_of(const BackwardArguments& a, Offset channel) {
+template <class Arguments>
+__device__ inline double inv_std_of(const Arguments& a, Offset channel) {
     return a.inv_std == nullptr ? 1.0 : read(a.inv_std + statistic_of(a.geometry, channel));
+}
+
+// The means of a thread's channels; 0 where there are none.
+template <class Arguments> __device__ inline void read_means(
+    const Arguments& a, const Work& work, Accumulator (&mean)[STATISTICS]
+) {
+    #pragma unroll
+    for (int s = 0; s < STATISTICS; ++s) {
+        const Offset position = threadIdx.x % ACROSS * STATISTICS + s;
+        mean[s] = position < work.positions ? mean_of(a, work.channel + position) : Accumulator(0);
+    }
 }
 
 __device__ inline double weight_of(const BackwardArguments& a, Offset parameter) {

@@ -5,37 +5,11 @@
 // keeps in shared memory: each thread to those of its own elements, which are at the same places
 // of every row. What a row becomes does not depend on the others.
 #include "gradients.cuh"
-
-// What threads keep of the parameters' gradients: a number for each of their elements, in planes
-// of one number a thread, so that neighbouring threads are neighbours in shared memory.
-struct Kept {
-    Accumulator* place;
-    int slots;  // accesses of a thread
-
-    __device__ Accumulator& at(int k, int slot, int lane, int thread) const {
-        return place[((k * slots + slot) * WIDTH + lane) * THREADS + thread];
-    }
-
-    __device__ void clear() const {
-        for (int i = 0; i < 2 * slots * WIDTH; ++i) place[i * THREADS + threadIdx.x] = 0;
-    }
-
-    // Both gradients of an element of the part, from all groups of the block, in order.
-    __device__ Sums total(Offset element) const {
-        const Offset access = element / WIDTH;
-        const int lane = static_cast<int>(element % WIDTH);
-        Sums sums = {};
-        for (int thread = access % GROUP; thread < THREADS; thread += GROUP) {
-            const int slot = static_cast<int>(access / GROUP);
-            sums.merge({at(1, slot, lane, thread), at(0, slot, lane, thread)});
-        }
-        return sums;
-    }
-};
+#include "kept.cuh"
 
 // The sums of a tile, of weight times dy; adds to the parameters' gradients.
 __device__ inline void add_tile(
-    const BackwardArguments& a, const Work& work, Sums (&sums)[STATISTICS], const Kept& kept,
+    const BackwardArguments& a, const Work& work, Sums (&sums)[STATISTICS], const Kept<2>& kept,
     int first_slot, const Tile& tile, const Vector (&dy)[TILE], const Vector (&x)[TILE],
     Accumulator mean, Accumulator inv_std, Accumulator shift
 ) {
@@ -73,7 +47,7 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Geometry& g = a.geometry;
     const int last = static_cast<int>(a.cut.tiles) - 1;
-    const Kept kept{reinterpret_cast<Accumulator*>(shared + HEADER), (last + 1) * TILE};
+    const Kept<2> kept{reinterpret_cast<Accumulator*>(shared + HEADER), (last + 1) * TILE};
     Shelf shelf{reinterpret_cast<Vector*>(kept.place + 2 * kept.slots * WIDTH * THREADS)};
     kept.clear();
 
@@ -130,34 +104,5 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
         cluster_wait();
     }
 
-    if (a.gradients == nullptr) return;
-    __syncthreads();
-    // The elements of the part and the parameters that they have.
-    const Offset span = static_cast<Offset>(g.span), inner = static_cast<Offset>(g.inner);
-    const Offset first = part * static_cast<Offset>(a.cut.share) * WIDTH;
-    if (first >= inner) return;
-    const Offset rest = inner - first, most = static_cast<Offset>(a.cut.share) * WIDTH;
-    const Offset elements = rest < most ? rest : most;
-    const Offset of_sample = number * (inner / span);
-    Accumulator* const dweight =
-        a.gradients + 2 * block * of_sample + index * (inner / span) + first / span;
-    if (span < 32) {  // a thread a parameter
-        for (Offset p = threadIdx.x; p < elements / span; p += THREADS) {
-            Sums sums = {};
-            for (Offset i = p * span; i < (p + 1) * span; ++i) sums.merge(kept.total(i));
-            write(dweight + p, static_cast<Accumulator>(sums.dy_xmu));
-            write(dweight + of_sample + p, static_cast<Accumulator>(sums.dy));
-        }
-    } else {  // a warp a parameter
-        for (Offset p = threadIdx.x / 32; p < elements / span; p += WARPS) {
-            Sums sums = {};
-            for (Offset i = p * span + threadIdx.x % 32; i < (p + 1) * span; i += 32)
-                sums.merge(kept.total(i));
-            reduce_lanes(sums);
-            if (threadIdx.x % 32 == 0) {
-                write(dweight + p, static_cast<Accumulator>(sums.dy_xmu));
-                write(dweight + of_sample + p, static_cast<Accumulator>(sums.dy));
-            }
-        }
-    }
+    if (a.gradients != nullptr) kept.write_block(a.gradients, g, a.cut, part, index, block);
 }

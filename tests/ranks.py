@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import threading
+from contextlib import suppress
 
 import ml_dtypes
 import numpy as np
@@ -191,13 +192,20 @@ class SilentError(Exception):
         raise RuntimeError("no message")
 
 
-memory = threading.local()  # while it is `full`, this thread has none for results
+# While `left` arrays is 0, a thread has no memory for results; None: there is no end to it.
+memory = threading.local()
 
 
-def empty_like(array, usual=cunorm.arrays.empty_like):
-    if getattr(memory, "full", False):
+def empty(shape, dtype, usual=cunorm.cpu.memory.empty):
+    left = getattr(memory, "left", None)
+    if left == 0:
         raise MemoryError("no memory for an array")
-    return usual(array)
+    memory.left = None if left is None else left - 1
+    return usual(shape, dtype)
+
+
+def empty_like(array, usual=cunorm.cpu.memory.empty_like):
+    return empty(array.shape, array.dtype, lambda *_: usual(array))
 
 
 def check_odd_errors(communicator):
@@ -247,15 +255,21 @@ def check_odd_errors(communicator):
             assert said.startswith(f"{name}: expected"), said
             still_in_step()
     layer.correction = 1000
-    assert error_of(lambda: layer.forward(good, update_statistics=False))[0] is ValueError
+    assert error_of(lambda: layer(good))[0] is ValueError
+    np.testing.assert_array_equal(layer.forward(good, update_statistics=False), same_y)
     layer.correction = 1
+    layer.backward(same_y)
     still_in_step()
     if size > 1:
-        fails(
-            lambda: layer.forward(good, update_statistics=rank != last),
-            ValueError,
-            "exponential_average_factor: expected the same on all ranks, got 0.1 on rank 0",
-        )
+        for factor in (0.1, 0.0):
+            layer.exponential_average_factor = factor
+            fails(
+                lambda: layer.forward(good, update_statistics=rank != last),
+                ValueError,
+                "update_statistics: expected the same on all ranks, got both running statistics on "
+                f"rank 0, nothing on rank {last}",
+            )
+        layer.exponential_average_factor = 0.1
     for error in (
         ValueError("cannot open \udcff file"),
         SilentError(),
@@ -271,16 +285,52 @@ def check_odd_errors(communicator):
 
     # no memory for a result on one rank
     full = (MemoryError, f"no memory for an array (on rank {last})")
-    cunorm.arrays.empty_like = empty_like  # as before, but in here
-    memory.full = rank == last
+    # (as before, but in this function)
+    cunorm.cpu.memory.empty, cunorm.cpu.memory.empty_like = empty, empty_like
+    memory.left = 0 if rank == last else None
     assert error_of(lambda: layer(good)) == full
-    memory.full = False
+    memory.left = None
     y = layer(good)
-    memory.full = rank == last
+    memory.left = 0 if rank == last else None
     assert error_of(lambda: layer.backward(y)) == full
-    memory.full = False
+    memory.left = None
     assert layer.backward(y).shape == y.shape
     layer.load_state_dict(state)
+
+    # nor for arrays that have to be brought in another order
+    wide = np.repeat(good, 2, axis=2)[:, :, ::2]
+    turned = np.asfortranarray(layer(wide))
+    np.testing.assert_array_equal(turned, same_y)
+    expected = layer.backward(turned)
+    for left in range(4):
+        layer(wide)
+        memory.left = left if rank == last else None
+        with suppress(MemoryError):
+            np.testing.assert_array_equal(layer.backward(turned), expected)
+        memory.left = None
+        if layer._cache is not None:
+            np.testing.assert_array_equal(layer.backward(turned), expected)
+    layer.load_state_dict(state)
+
+    # a layer in a state in which nothing works
+    for name, bad in [("running_mean", [0, 0, 0]), ("weight", "w"), ("num_batches_tracked", None)]:
+        usual = getattr(layer, name)
+        setattr(layer, name, bad if rank == last else usual)
+        found, said = error_of(lambda: layer(good))
+        setattr(layer, name, usual)
+        assert found is TypeError
+        assert said.startswith(f"{name}: expected an array"), said
+        still_in_step()
+    layer.num_batches_tracked.flags.writeable = rank != last
+    fails_before = error_of(lambda: layer(good))
+    layer.num_batches_tracked.flags.writeable = True
+    assert fails_before[1].startswith("num_batches_tracked: expected a writable array")
+    still_in_step()
+
+    # nothing, times infinity
+    infinite = cunorm.SyncBatchNorm(3, communicator=communicator, eps=0.0)
+    infinite.backward(infinite(good[:0]))
+    assert (infinite.gradients["weight"] == 0).all()
 
     # a copy on one rank, which has not agreed on the number of channels
     ways = [copy.deepcopy]

@@ -1,9 +1,12 @@
 """Convolution and batch norm as one: the two in turn, but with less memory."""
 
 import copy
+import gc
 import pickle
 import tracemalloc
+import types
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -401,6 +404,20 @@ class Odd(cunorm.MatmulConvolution):
             {"momentum": 0.9, "exponential_average_factor": 0.1}, ValueError,
             "momentum and exponential_average_factor: expected one of them at most",
         ),
+        ({"padding": 2**40}, ValueError, "padding: expected less than 2\\^31"),
+        ({"running_mean": X.reshape(-1)[:6]}, ValueError, "running_mean: expected memory apart f"),
+        (
+            {"running_mean": WEIGHT.reshape(-1)[:6]}, ValueError,
+            "running_mean: expected memory apart from conv_weight",
+        ),
+        (
+            {"convolution": Odd("forward", lambda z: z.view(np.memmap))}, TypeError,
+            "convolution.forward: expected a ndarray of shape .*, got memmap of shape",
+        ),
+        (
+            {"convolution": types.SimpleNamespace(forward=1, backward_input=2, backward_weight=3)},
+            TypeError, "convolution: expected None or an object with",
+        ),
         ({"convolution": "cudnn"}, TypeError, "convolution: expected None or an object with"),
         ({"convolution": cunorm.MatmulConvolution}, TypeError, "convolution: expected None or an"),
         (
@@ -409,17 +426,17 @@ class Odd(cunorm.MatmulConvolution):
         ),
         (
             {"convolution": Odd("forward", list)}, TypeError,
-            "convolution.forward: expected a ndarray of .* got list",
+            "convolution.forward: expected a ndarray of shape",
         ),
         (
             {"convolution": Odd("forward", lambda z: np.broadcast_to(z[:1], z.shape))}, ValueError,
-            "convolution.forward: expected a writable array of its own",
+            "convolution.forward: expected a writable array",
         ),
         (
             {
                 "convolution": Odd("forward", lambda _: X),
                 "conv_weight": WEIGHT[:4, :, :1, :1],
-            }, ValueError, "convolution.forward: expected a writable array of its own",
+            }, ValueError, "convolution.forward: expected memory of its own",
         ),
     ],
     ids=str,
@@ -428,7 +445,7 @@ def test_errors(bad, error, message):
     """Nothing is modified."""
     arguments = {"x": X, "conv_weight": WEIGHT} | bad
     running = {}
-    if bad.get("training") is not False and "running_var" not in bad:
+    if bad.get("training") is not False and not {"running_var", "running_mean"} & bad.keys():
         number = 4 if isinstance(bad.get("convolution"), Odd) and "conv_weight" in bad else 6
         running = {name: np.ones(number, np.float32) for name in ("running_mean", "running_var")}
     with pytest.raises(error, match=message):
@@ -443,8 +460,8 @@ def test_errors(bad, error, message):
         ({"dy": X}, ValueError, r"dy: expected the shape of the forward call's y, \(2, 6, 5, 4\)"),
         ({"dy": np.ones((2, 6, 5, 4))}, TypeError, "dy: expected the dtype of x, float32"),
         ({"x": X[:1]}, ValueError, "x: expected the shape of the forward call"),
-        ({"conv_weight": WEIGHT[:3]}, ValueError, "dy: expected the shape of the forward call's y"),
-        ({"conv_weight": WEIGHT[..., :2]}, ValueError, "dy: expected the shape"),
+        ({"conv_weight": WEIGHT[:3]}, ValueError, "conv_weight: expected the shape of the forward"),
+        ({"conv_weight": WEIGHT[..., :2]}, ValueError, "conv_weight: expected the shape"),
         ({"saved": None}, TypeError, "saved: expected the ConvBatchNormSaved that conv_batch_norm"),
         ({"weight": np.ones(3, np.float32)}, ValueError, r"weight: expected shape \(6,\)"),
         ({"output_mask": (True, True, True)}, ValueError, "output_mask: expected four booleans"),
@@ -456,6 +473,14 @@ def test_errors(bad, error, message):
             {"convolution": Odd("backward_weight", lambda d: d.astype(np.float64))}, TypeError,
             "convolution.backward_weight: expected a ndarray of .* dtype float64",
         ),
+        (
+            {"convolution": Odd("backward_input", lambda _: X)}, ValueError,
+            "convolution.backward_input: expected memory of its own",
+        ),
+        (
+            {"convolution": Odd("backward_weight", lambda _: WEIGHT)}, ValueError,
+            "convolution.backward_weight: expected memory of its own",
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -466,14 +491,6 @@ def test_errors_in_backward(bad, error, message):
     with pytest.raises(error, match=message):
         cunorm.conv_batch_norm_backward(**arguments)
     assert (X == 1).all()
-
-
-def test_output_channels_of_forward():
-    """A weight of other channels but as many, after a dy of that shape too."""
-    _, saved = cunorm.conv_batch_norm_forward(X, WEIGHT)
-    other = np.ones((2, 3, 5, 4), np.float32)
-    with pytest.raises(ValueError, match="conv_weight: expected as many output channels"):
-        cunorm.conv_batch_norm_backward(other, X, WEIGHT[:3], saved)
 
 
 @pytest.mark.parametrize(
@@ -494,6 +511,99 @@ def test_errors_of_the_layer(bad, error, message):
     arguments = {"in_channels": 4, "out_channels": 6, "kernel_size": 3} | bad
     with pytest.raises(error, match=message):
         cunorm.ConvBatchNorm(**arguments)
+
+
+class Reusing(cunorm.MatmulConvolution):
+    """Has one array for all its results."""
+
+    result = None
+
+    def forward(self, *arguments, **options):
+        z = super().forward(*arguments, **options)
+        if self.result is None:
+            self.result = z
+        self.result[...] = z
+        return self.result
+
+
+def test_result_that_is_dy():
+    y, saved = cunorm.conv_batch_norm_forward(X, WEIGHT, convolution=Reusing())
+    with pytest.raises(ValueError, match=r"convolution.forward: expected memory of its own"):
+        cunorm.conv_batch_norm_backward(y, X, WEIGHT, saved)
+
+
+@pytest.mark.parametrize("rng", ["x", -1, 1.5])
+def test_bad_rng(rng):
+    with pytest.raises((TypeError, ValueError), match=r"rng: expected a numpy\.random"):
+        cunorm.ConvBatchNorm(3, 5, 3, rng=rng)
+
+
+def test_floating_point_errors(rng):
+    """Numbers that overflow or underflow are no exceptions, whatever NumPy is told."""
+    tiny = (rng.standard_normal((4, 5, 6, 6)) * 1e-4).astype(np.float16)
+    with np.errstate(all="raise"):
+        layer = cunorm.ConvBatchNorm(3, 5, 3, rng=0)
+        x = rng.standard_normal((4, 3, 8, 8)).astype(np.float16)
+        y = layer(x)
+        layer.backward(tiny)
+        x[0, 0, 0, 0] = np.inf
+        layer.backward(layer(x))
+        wide = np.full((5, 3, 3, 3), 1e300)
+        y, saved = cunorm.conv_batch_norm_forward(x.astype(np.float32), wide)
+        cunorm.conv_batch_norm_backward(y, x.astype(np.float32), wide, saved)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("lie", ["fortran", "last", "broadcast", "gaps"])
+def test_order_of_dy(rng, lie, training):
+    """However dy lies, and whatever is asked for, the same bits."""
+    x, conv_weight, weight, bias, *running = draw(rng, SHAPES[1], np.float32)
+    y, saved = cunorm.conv_batch_norm_forward(
+        x, conv_weight, weight, bias, *running, **options_of(SHAPES[1]), training=training
+    )
+    dy = rng.standard_normal(y.shape).astype(np.float32)
+    if lie == "broadcast":
+        dy = np.broadcast_to(dy[:1, :, :1], dy.shape)
+    plain = np.ascontiguousarray(dy)
+    if lie == "fortran":
+        dy = np.asfortranarray(dy)
+    elif lie == "last":
+        dy = permuted(dy, (0, 2, 3, 1))
+    elif lie == "gaps":
+        dy = np.repeat(dy, 2, axis=3)[..., ::2]
+    expected = cunorm.conv_batch_norm_backward(plain, x, conv_weight, saved, weight)
+    for mask in [(True,) * 4, (True, True, False, True), (False, False, False, True)]:
+        found = cunorm.conv_batch_norm_backward(dy, x, conv_weight, saved, weight, output_mask=mask)
+        for wanted, actual, other in zip(mask, found, expected, strict=True):
+            if wanted:
+                np.testing.assert_array_equal(actual, other)
+
+
+def test_batches_that_are_counted():
+    """Those whose y has values."""
+    empty = cunorm.ConvBatchNorm(4, 6, 3)
+    empty(np.zeros((0, 4, 5, 5), np.float32))
+    assert empty.num_batches_tracked == 0
+    no_rows = cunorm.ConvBatchNorm(4, 6, 3, padding=2)
+    no_rows(np.zeros((2, 4, 0, 5), np.float32))
+    assert no_rows.num_batches_tracked == 1
+    assert (no_rows.running_var != 1).all()
+    no_outputs = cunorm.ConvBatchNorm(4, 0, 3)
+    assert no_outputs(np.zeros((1, 4, 3, 3), np.float32)).shape == (1, 0, 1, 1)
+    assert no_outputs.num_batches_tracked == 0
+
+
+def test_what_is_let_go():
+    """A layer that is dropped between the passes takes x with it at once."""
+    layer, x = cunorm.ConvBatchNorm(3, 4, 3), np.ones((4, 3, 5, 5), np.float32)
+    layer(x)
+    reference = weakref.ref(x)
+    gc.disable()
+    try:
+        del layer, x
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_wrong_number_of_channels():

@@ -152,12 +152,13 @@ def test_nothing(rng, empty):
 
 @pytest.mark.parametrize("limit", [1 << 16, 1 << 18, 1 << 20])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
-def test_workspace_limit(rng, limit, dtype):
+@pytest.mark.parametrize(("window", "padding"), [(3, 1), (7, 0), (7, 3)])
+def test_workspace_limit(rng, limit, dtype, window, padding):
     """No method takes more than its limit, besides results and what is like the weight."""
     convolution = cunorm.MatmulConvolution(limit)
     x = rng.standard_normal((8, 4, 32, 32)).astype(dtype)
-    weight = rng.standard_normal((6, 4, 3, 3)).astype(dtype)
-    options = options_of(SHAPES[1])
+    weight = rng.standard_normal((6, 4, window, window)).astype(dtype)
+    options = options_of(((1, 1), (padding, padding), (1, 1), 1))
     y = convolution.forward(x, weight, **options)
     calls = {
         convolution.forward: (x, weight),

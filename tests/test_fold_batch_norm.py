@@ -131,6 +131,14 @@ def test_layer_without_running_statistics():
         layer.fold_into(np.ones((4, 3)))
 
 
+def test_names_in_the_layers_messages():
+    layer = cunorm.BatchNorm(4)
+    with pytest.raises(ValueError, match="weight: expected 4 output channels, got 3, those at axi"):
+        layer.fold_into(np.ones((3, 5)))
+    with pytest.raises(ValueError, match=r"bias: expected shape \(4,\), one value a channel, got"):
+        layer.fold_into(np.ones((4, 5)), np.ones(3))
+
+
 GOOD = {
     "conv_weight": np.ones((6, 4, 3, 3)),
     "conv_bias": np.ones(6),
@@ -156,6 +164,11 @@ GOOD = {
         ({"channel_axis": 4}, ValueError, "channel_axis: expected -4 to 3 for conv_weight of"),
         ({"channel_axis": 1}, ValueError, r"running_mean: expected shape \(4,\)"),
         ({"channel_axis": 1, "groups": 2}, ValueError, r"running_mean: expected shape \(8,\)"),
+        (
+            {"channel_axis": -1, "groups": 2},
+            ValueError,
+            "groups: expected 1 for a conv_weight with",
+        ),
         ({"groups": 4}, ValueError, "groups: expected a divisor of the first axis of conv_weight"),
         ({"groups": 0}, ValueError, "groups: expected 1 to"),
         ({"groups": 1.0}, TypeError, "groups: expected an integer"),

@@ -367,6 +367,17 @@ def test_what_a_communicator_returns(rng, changed, change):
         layer.backward(layer(x))
 
 
+@pytest.mark.parametrize("changed", ["all_gather", "all_reduce"])
+def test_messages_of_another_kind(rng, changed):
+    """What is no message of this pass is an error, not numbers."""
+    layer = cunorm.SyncBatchNorm(3, communicator=Odd(changed, lambda found: 0 * found + 3))
+    x = rng.standard_normal((4, 3, 5)).astype(np.float32)
+    with pytest.raises(RuntimeError, match="communicator: the ranks are out of step"):
+        layer.backward(layer(x))
+    if changed == "all_gather":
+        assert not layer.running_mean.any()
+
+
 def test_gathered_with_gaps(rng):
     """Rows need not lie next to one another."""
     odd = Odd("all_gather", lambda rows: np.repeat(rows, 2, axis=1)[:, ::2])

@@ -48,7 +48,7 @@ _MANY_ROWS = 16
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
 # begin and end within them; a backward pass keeps gradients for every element of a row near.
-_SHORT_SPAN = (256, 256, 64)  # by operands
+_SHORT_SPAN = (256, 256, 64, 64)  # by operands
 _SHORT_COLUMN = 48
 
 # Elements summed in the accumulator type before float64 takes over; a chunk of
@@ -167,7 +167,9 @@ def _pieces(length: int) -> tuple[int, int]:
     return _ceil_div(length, chunk), chunk
 
 
-def _rows(geometry: Geometry, itemsize: int, operands: int) -> Rows:
+@lru_cache(maxsize=1024)
+def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
+    """Plan for contiguous statistics, with parameters of their elements' own."""
     batch, _, group, inner, members, _ = geometry
     length = members * inner
     pieces, chunk_length = _pieces(length)
@@ -265,13 +267,14 @@ def plan(
     """Plan for a geometry of at least one element.
 
     ``operands`` is the number of arrays of that size that two sweeps read: 1 in a
-    forward pass, 2 in a backward pass, 0 if there is but one sweep. Statistics about zero
-    (not ``centered``) are those of rows; those of single channels never are.
+    forward pass, 2 in a backward pass, 3 in a double one, 0 if there is but one sweep.
+    Statistics about zero (not ``centered``) are those of rows; those of single channels
+    never are.
     """
     _, outer, _, inner, members, _ = geometry
     if outer == 1:
         if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
-            return _rows(geometry, itemsize, operands)
+            return rows_plan(geometry, itemsize, operands)
         if inner >= _SHORT_RUN:
             return _segments(geometry, itemsize, operands)
     short = inner < _SHORT_COLUMN

@@ -20,7 +20,7 @@ PARTIAL_SUMS = 2  # float64 numbers of a part
 
 # BackwardArguments in gradients.cuh, up to the geometry.
 _ARGUMENTS = struct.Struct("=6QQq6QQqQq2d2q")
-_ADD_UP = struct.Struct("=QQqQq2q")
+_ADD_UP = struct.Struct("=QQqQq3q")
 
 
 def _arguments(
@@ -42,12 +42,15 @@ def _finish(name: str, plan: launch.LaunchPlan, number: int, arguments: bytes) -
     launch_channels("backward.cu", name, plan, plan.threads // 32, number, arguments + plan.packed)
 
 
-def _add_up(plan: launch.LaunchPlan, gradients, dweight, dbias) -> None:
-    """The parameters' gradients from those of samples, or blocks of them."""
-    blocks, _, parameters = gradients.shape
+def add_up(plan: launch.LaunchPlan, gradients, dweight, dbias) -> None:
+    """The parameters' gradients from those of samples, or blocks of them.
+
+    ``gradients[block]`` are dweight and, if there are two planes, dbias.
+    """
     arguments = _ADD_UP.pack(
-        source.pointer(gradients), *parameter(dweight), *parameter(dbias), blocks, parameters
+        source.pointer(gradients), *parameter(dweight), *parameter(dbias), *gradients.shape
     )
+    parameters = gradients.shape[2]
     source.launch(
         "backward.cu", "add_up", plan.options, -(-parameters // 32), plan.threads,
         plan.threads * PARTIAL_SUMS * 8, arguments,
@@ -120,7 +123,7 @@ def backward(
     else:
         _stream(dy, x, mean, target, training, geometry, plan, options)
     if gradients is not None:
-        _add_up(plan, gradients, dweight, dbias)
+        add_up(plan, gradients, dweight, dbias)
 
 
 def _stream(

@@ -72,9 +72,11 @@ _RESERVED_SHARED = 1024
 
 _CLUSTERS = (2, 4, 8)  # 8 is the largest that every device with clusters has
 
-# Bytes of a partial result and of the coefficients of one position (kernels/*.cu).
-_PARTIAL_BYTES = 24
-_COEFFICIENT_BYTES = 32
+# Bytes of a partial result and of the coefficients of one position (kernels/*.cu), by operands;
+# of rows' double backward pass a partial result has more.
+_PARTIAL_BYTES = {1: 24, 2: 24, 3: 40}
+_PARTIAL_ROW_BYTES = 56
+_COEFFICIENT_BYTES = {1: 32, 2: 32, 3: 64}
 
 _MOST_BLOCKS = 2**31 - 1
 
@@ -129,7 +131,7 @@ class _Problem(NamedTuple):
     span: int  # elements of a row that share a parameter; 0 if these are no rows
     element: str
     itemsize: int
-    operands: int  # arrays that are read
+    operands: int  # arrays that are read: 1 forward, 2 backward, 3 in a double backward pass
     access: _Access
     device: Device
 
@@ -199,12 +201,14 @@ def _tile(p: _Problem) -> int:
     # More of 8 elements would take more than 128 registers, for two inputs or where each
     # of the elements has statistics or parameters of its own.
     many = p.access.width == 8 and (p.operands == 2 or p.geometry.inner == 1 or p.span > 0)
+    if p.operands == 3:
+        return max(1, tile // 4 if p.access.width == 8 else tile // 2)
     return tile // 2 if many else tile
 
 
 def _gradients(p: _Problem) -> bool:
     """Whether blocks keep the gradients of a row's parameters."""
-    return p.span > 0 and p.operands == 2
+    return p.span > 0 and p.operands >= 2
 
 
 def _spans(p: _Problem) -> int:
@@ -235,13 +239,17 @@ def _built(
     tiles = _ceil_div(share, group // across * tile)
     header = 0
     if group == threads:
-        header = positions * ((threads // 32 + 1) * _PARTIAL_BYTES + _COEFFICIENT_BYTES)
+        partial = _PARTIAL_BYTES[p.operands]
+        if p.operands == 3 and p.span > 0:
+            partial = _PARTIAL_ROW_BYTES
+        header = positions * ((threads // 32 + 1) * partial + _COEFFICIENT_BYTES[p.operands])
         header = _ceil_div(header, 16) * 16
     tile_elements = tile * threads * width
     kept = (tiles - 1) * tile_elements * p.itemsize * p.operands if resident else 0
     samples, sample_blocks = 0, 1
     if _gradients(p):
-        kept += 2 * tiles * tile_elements * max(4, p.itemsize)
+        planes = 2 if p.operands == 2 else 1
+        kept += planes * tiles * tile_elements * max(4, p.itemsize)
         turn = threads // group  # samples that a block takes at a time
         # As many blocks as run at the same time, and no more: each has much to do.
         wanted = max(1, at_once * p.device.multiprocessors // (number * parts))
@@ -488,7 +496,8 @@ def plan(
 ) -> LaunchPlan:
     """Plan for statistics and transform of a geometry of at least one element.
 
-    ``operands`` is the number of arrays that are read: 1 forward, 2 backward.
+    ``operands`` is the number of arrays that are read: 1 forward, 2 backward, 3 in a double
+    backward pass.
     """
     return _first(CANDIDATES, _problem(geometry, dtype, operands, lie, device))
 

@@ -16,6 +16,7 @@ from .common import (
     as_dtype,
     backward,
     channels_of,
+    double_backward,
     running_scale,
     split_mean,
     statistics_of_nothing,
@@ -26,6 +27,7 @@ __all__ = [
     "batch_norm_backward",
     "batch_norm_backward_reduce",
     "batch_norm_backward_transform",
+    "batch_norm_double_backward",
     "batch_norm_forward",
     "batch_norm_statistics",
     "batch_norm_transform",
@@ -159,7 +161,7 @@ def batch_norm_forward(
     )
     checks.present("x", x)
     factor = checks.averaging_factor(momentum, exponential_average_factor)
-    axis, number, training, eps, scale = _forward_arguments(
+    axis, number, training, eps, scale = forward_arguments(
         x.shape, x.dtype, channel_axis, training, eps, correction,
         *[
             None if vector is None else (vector.shape, vector.dtype)
@@ -203,7 +205,7 @@ def batch_norm_forward(
 
 
 @checks.once
-def _forward_arguments(
+def forward_arguments(
     shape: tuple[int, ...],
     dtype: np.dtype,
     channel_axis: Any,
@@ -285,6 +287,60 @@ def batch_norm_backward(
     return backward(
         dy, x, saved, weight, output_mask, out, lambda x: _layout(x, saved.channel_axis),
         training=saved.training, bias_dtype=saved.bias_dtype,
+    )  # fmt: skip
+
+
+def batch_norm_double_backward(
+    gdx: Array | None,
+    gdweight: Array | None,
+    gdbias: Array | None,
+    dy: Array,
+    x: Array,
+    saved: BatchNormSaved,
+    weight: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of `batch_norm_backward` with respect to dy, x and weight.
+
+    What second derivatives through a batch norm need: gradient penalties, products with a
+    Hessian. Given are the gradients of a loss with respect to what `batch_norm_backward`
+    computed. With r = inv_std, v = (x - mean) * r and means <.> over a channel's n values,
+
+        u   = r * (gdx - <gdx> - v * <gdx * v>)
+        ddy = weight * u + gdweight * v + gdbias
+        ddx = weight * r^2 * (v * (3 * <gdx * v> * <dy * v> - <gdx * dy> + <gdx> * <dy>)
+                              - <dy * v> * (gdx - <gdx>) - <gdx * v> * (dy - <dy>))
+              + gdweight * r * (dy - <dy> - v * <dy * v>)
+        ddweight = sum(dy * u)
+
+    after a forward call in training, where mean and inv_std depend on x; otherwise they are
+    constants and u = r * gdx, ddx = gdweight * r * dy. (docs/numerics.md has the derivation.)
+
+    Parameters
+    ----------
+    gdx : array or None
+        Gradient with respect to dx: shape and dtype of x.
+    gdweight, gdbias : array, shape (C,), or None
+        Gradients with respect to dweight and dbias, any floating dtype. What is None counts
+        as 0.
+    dy, x, saved, weight
+        What `batch_norm_backward` was given.
+
+    Returns
+    -------
+    ddy, ddx : array
+        Shape, dtype and memory order of x.
+    ddweight : array, shape (C,)
+        In the dtype of weight; in the accumulator type if there is none.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `batch_norm_backward`, and for gradients that do not go with x.
+    """
+    checks.saved_by("batch_norm_forward", BatchNormSaved, saved)
+    return double_backward(
+        gdx, gdweight, gdbias, dy, x, saved, weight, lambda x: _layout(x, saved.channel_axis),
+        training=saved.training,
     )  # fmt: skip
 
 

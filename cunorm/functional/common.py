@@ -160,6 +160,36 @@ def backward(
     (dy, x, weight, out, mean, inv_std, residual), place = arrays.adopt(
         _NAMES, dy, x, weight, out, saved.mean, saved.inv_std, saved.residual
     )
+    layout = _checked_layout(dy, x, saved, mean, inv_std, residual, weight, layout_of, centered)
+    wanted = checks.mask(output_mask, *names)
+    if out is not None:
+        checks.gradient_output(
+            out, wanted[0], dy, x, weight=weight,
+            **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
+        )  # fmt: skip
+    with place:
+        weight_dtype = inv_std.dtype if weight is None else weight.dtype
+        dx, dweight, dbias = gradients_of(
+            place, dy, x, mean, residual, inv_std, weight, training, layout,
+            wanted if centered else (*wanted, False),
+            (weight_dtype, bias_dtype or inv_std.dtype), out, **options,
+        )  # fmt: skip
+        dx, dweight, dbias = place.export(dx, dweight, dbias)
+        return dx if given is None else given, dweight, dbias
+
+
+def _checked_layout(
+    dy: Any,
+    x: Any,
+    saved: Any,
+    mean: Any,
+    inv_std: Any,
+    residual: Any,
+    weight: Any,
+    layout_of: Callable[[Any], Layout],
+    centered: bool = True,
+) -> Layout:
+    """Check that the arguments of a backward function belong together; the layout of x."""
     checks.present("x", x)
     if x.shape != saved.shape:
         raise ValueError(f"x: expected the shape of the forward call, {saved.shape}, got {x.shape}")
@@ -177,21 +207,7 @@ def backward(
         )
     checks.same_as_input("dy", dy, x)
     checks.parameter("weight", weight, layout.parameters_shape, layout.meaning, x.dtype)
-    wanted = checks.mask(output_mask, *names)
-    if out is not None:
-        checks.gradient_output(
-            out, wanted[0], dy, x, weight=weight,
-            **{"saved.mean": mean, "saved.inv_std": inv_std, "saved.residual": residual},
-        )  # fmt: skip
-    with place:
-        weight_dtype = inv_std.dtype if weight is None else weight.dtype
-        dx, dweight, dbias = gradients_of(
-            place, dy, x, mean, residual, inv_std, weight, training, layout,
-            wanted if centered else (*wanted, False),
-            (weight_dtype, bias_dtype or inv_std.dtype), out, **options,
-        )  # fmt: skip
-        dx, dweight, dbias = place.export(dx, dweight, dbias)
-        return dx if given is None else given, dweight, dbias
+    return layout
 
 
 def gradients_of(
@@ -255,6 +271,63 @@ def gradients_of(
         _in_order_of_axes(dweight, shape, axes, order),
         _in_order_of_axes(dbias, shape, axes, order),
     )
+
+
+def double_backward(
+    gdx: Any,
+    gdweight: Any,
+    gdbias: Any,
+    dy: Any,
+    x: Any,
+    saved: Any,
+    weight: Any,
+    layout_of: Callable[[Any], Layout],
+    *,
+    training: bool = True,
+) -> tuple[Array, Array, Array]:
+    """Compute what a norm's double_backward function returns; see `backward`."""
+    names = ("gdx", "gdweight", "gdbias", *_NAMES[:3], *_NAMES[4:])
+    (gdx, gdweight, gdbias, dy, x, weight, mean, inv_std, residual), place = arrays.adopt(
+        names, gdx, gdweight, gdbias, dy, x, weight,
+        saved.mean, saved.inv_std, saved.residual,
+    )  # fmt: skip
+    layout = _checked_layout(dy, x, saved, mean, inv_std, residual, weight, layout_of)
+    for name, array in (("gdweight", gdweight), ("gdbias", gdbias)):
+        if array is not None:
+            checks.statistic(name, array, layout.parameters_shape, layout.meaning)
+    if gdx is not None:
+        checks.same_as_input("gdx", gdx, x)
+
+    xp, axes, shape = place.xp, layout.parameters, layout.parameters_shape
+    with place, np.errstate(all="ignore"):
+        inputs = (x, dy) if gdx is None else (x, dy, gdx)
+        first = arrays.Operands(xp, x, inputs, None, layout.leading)
+        second = arrays.Operands(xp, x, (), None, layout.leading)
+        order = first.order
+        ddweight = xp.zeros(prod(shape), inv_std.dtype if weight is None else weight.dtype)
+        if gdx is None and gdweight is None:  # dy adds to dbias, and to that alone
+            first.out.fill(0)
+            second.out.fill(0)
+            if gdbias is not None:
+                along = [x.shape[axis] if axis in axes else 1 for axis in range(x.ndim)]
+                first.out[...] = gdbias.reshape(along).transpose(order)
+        elif x.size > 0:
+            dtype = inv_std.dtype
+
+            def lying(values: Any, along: tuple[int, ...]) -> Any:
+                return as_dtype(in_memory_order(values, along, order), dtype)
+
+            source, gradient, *upstream = first.inputs
+            place.backend.double_backward.double_backward(
+                upstream[0] if upstream else None, lying(gdweight, axes), lying(gdbias, axes),
+                gradient, source,
+                *(lying(values, layout.statistics) for values in (mean, residual, inv_std)),
+                lying(weight, axes), training, layout.geometry(source.shape, order),
+                first.out, second.out, ddweight,
+            )  # fmt: skip
+        ddweight = _in_order_of_axes(ddweight, shape, axes, order)
+        ddy, ddx, ddweight = place.export(first.finish(), second.finish(), ddweight)
+    return ddy, ddx, ddweight
 
 
 def statistics_of_nothing(

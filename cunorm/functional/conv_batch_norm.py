@@ -8,8 +8,13 @@ import numpy as np
 
 from .. import arrays, checks
 from ..arrays import Array
-from ..convolution import Convolution, Pair, default_convolution, output_shape
-from .batch_norm import BatchNormSaved, batch_norm_backward, batch_norm_forward
+from ..convolution import Convolution, Pair, default_convolution, empty_like, output_shape
+from .batch_norm import (
+    BatchNormSaved,
+    batch_norm_backward,
+    batch_norm_forward,
+    forward_arguments,
+)
 
 __all__ = ["ConvBatchNormSaved", "conv_batch_norm_backward", "conv_batch_norm_forward"]
 
@@ -25,8 +30,8 @@ class ConvBatchNormSaved(NamedTuple):
         What rounding to the accumulator type took from the mean.
     training : bool
         Whether mean and inv_std are those of the batch.
-    shape : tuple of int
-        Shape of x.
+    shape, weight_shape, output_shape : tuple of int
+        Shapes of x, conv_weight and y.
     bias_dtype : dtype or None
         Dtype that dbias will have, if a bias was given.
     stride, padding, dilation : pair of int
@@ -39,6 +44,8 @@ class ConvBatchNormSaved(NamedTuple):
     residual: Array | None
     training: bool
     shape: tuple[int, ...]
+    weight_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
     bias_dtype: Any
     stride: Pair
     padding: Pair
@@ -115,9 +122,9 @@ def conv_batch_norm_forward(
 
     Notes
     -----
-    Memory of the size of the input and output: x and y while forward runs; x, dy, z and dx
-    while backward runs, where the gradient with respect to z lies in z. Added to that is the
-    convolution's workspace.
+    Tensors of the size of the input and output: x and y while forward runs; x, dy, z and dx
+    while backward runs, where the gradient with respect to z lies in z. Added to these is the
+    convolution's workspace, and a copy of a dy that does not lie in memory as y does.
     """
     (x, conv_weight, weight, bias, running_mean, running_var), place = arrays.adopt(
         ("x", "conv_weight", "weight", "bias", "running_mean", "running_var"),
@@ -131,24 +138,38 @@ def conv_batch_norm_forward(
     options = checked_options(stride, padding, dilation, groups)
     checked_convolution(convolution)
     shape = _result_shape(x, conv_weight, options)
-    if training and shape[0] * shape[2] * shape[3] == 1:
+    values = shape[0] * shape[2] * shape[3]
+    if training and values == 1 and shape[1] > 0:
         raise ValueError(
             "x: expected a convolution with more than 1 value per channel when training, got "
             f"input shape {x.shape}, output shape {shape}; take a larger batch, or the running "
             "statistics (training=False, eval())"
         )
+    vectors = {
+        "weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var
+    }  # fmt: skip
+    forward_arguments(  # of the batch norm, before anything is convolved
+        shape, x.dtype, 1, training, eps, correction,
+        *(None if array is None else (array.shape, array.dtype) for array in vectors.values()),
+    )  # fmt: skip
+    if training:
+        checks.running_statistics(
+            running_mean, running_var, x=x, conv_weight=conv_weight, weight=weight, bias=bias
+        )
     with place:
         if convolution is None:
             convolution = default_convolution(place.xp is not np)
-        z = _convolve(convolution, x, conv_weight, options, shape)
+        z = convolution.forward(x, conv_weight, **options._asdict())
+        _check("forward", z, x, shape, x, conv_weight, *vectors.values())
         y, saved = batch_norm_forward(
-            z, weight, bias, running_mean, running_var, training=training,
-            exponential_average_factor=factor, eps=eps, correction=correction, out=z,
+            z, **vectors, training=training, exponential_average_factor=factor, eps=eps,
+            correction=correction, out=z,
         )  # fmt: skip
         y, mean, inv_std, residual = place.export(y, *saved[:3])
     return y, ConvBatchNormSaved(
-        mean, inv_std, residual, training, x.shape, saved.bias_dtype, *options, convolution
-    )
+        mean, inv_std, residual, training, x.shape, conv_weight.shape, shape, saved.bias_dtype,
+        *options, convolution,
+    )  # fmt: skip
 
 
 def conv_batch_norm_backward(
@@ -206,39 +227,49 @@ def conv_batch_norm_backward(
     checks.present("conv_weight", conv_weight)
     checks.present("dy", dy)
     checks.floating("x", x.dtype)
-    if x.shape != saved.shape:
-        raise ValueError(f"x: expected the shape of the forward call, {saved.shape}, got {x.shape}")
-    options, convolution = ConvolutionOptions(*saved[6:10]), saved.convolution
+    for name, array, shape in (
+        ("x", x, saved.shape), ("conv_weight", conv_weight, saved.weight_shape)
+    ):  # fmt: skip
+        if array.shape != shape:
+            raise ValueError(
+                f"{name}: expected the shape of the forward call, {shape}, got {array.shape}"
+            )
+    options, convolution = ConvolutionOptions(*saved[8:12]), saved.convolution
     shape = _result_shape(x, conv_weight, options)
     if dy.shape != shape:
         raise ValueError(f"dy: expected the shape of the forward call's y, {shape}, got {dy.shape}")
     if dy.dtype != x.dtype:
         raise TypeError(f"dy: expected the dtype of x, {x.dtype}, got {dy.dtype}")
-    if mean is None or mean.shape != shape[1:2]:
-        raise ValueError(
-            f"conv_weight: expected as many output channels as in the forward call, got "
-            f"shape {conv_weight.shape} and saved.mean of shape {getattr(mean, 'shape', None)}"
-        )
     want_dx, want_dconv, want_dweight, want_dbias = wanted
+    want_dz = want_dx or want_dconv
+    keywords = options._asdict()
     with place:
-        # given statistics make dz without z
-        recomputes = saved.training or want_dweight
-        z = _convolve(convolution, x, conv_weight, options, shape) if recomputes else dy
-        want_dz = want_dx or want_dconv
+        out = None
+        if want_dweight or (want_dz and saved.training):
+            z = convolution.forward(x, conv_weight, **keywords)
+            _check("forward", z, x, shape, dy, x, conv_weight, weight, *saved[:3])
+            out = z if want_dz else None
+        else:  # dy alone makes the gradients
+            z = dy
+            like = empty_like(x, shape)
+            if dy.strides != like.strides:  # in the order of y, so that they have the same bits
+                place.xp.copyto(like, dy)
+                z = dy = like
+            del like
         dz, dweight, dbias = batch_norm_backward(
             dy, z,
             BatchNormSaved(mean, inv_std, residual, saved.training, 1, shape, saved.bias_dtype),
-            weight, output_mask=(want_dz, want_dweight, want_dbias),
-            out=z if want_dz and recomputes else None,
+            weight, output_mask=(want_dz, want_dweight, want_dbias), out=out,
         )  # fmt: skip
-        del z
+        del z, out
         dx = dconv_weight = None
         if want_dconv:
-            dconv_weight = convolution.backward_weight(dz, x, conv_weight, **options._asdict())
-            _check("backward_weight", dconv_weight, conv_weight, conv_weight.shape)
+            dconv_weight = convolution.backward_weight(dz, x, conv_weight, **keywords)
+            _check("backward_weight", dconv_weight, conv_weight, conv_weight.shape,
+                   dy, dz, x, conv_weight)  # fmt: skip
         if want_dx:
-            dx = convolution.backward_input(dz, conv_weight, x, **options._asdict())
-            _check("backward_input", dx, x, x.shape)
+            dx = convolution.backward_input(dz, conv_weight, x, **keywords)
+            _check("backward_input", dx, x, x.shape, dy, dz, x, conv_weight, dconv_weight)
         dx, dconv_weight, dweight, dbias = place.export(dx, dconv_weight, dweight, dbias)
     return dx, dconv_weight, dweight, dbias
 
@@ -264,8 +295,10 @@ def checked_options(stride: Any, padding: Any, dilation: Any, groups: Any) -> Co
 
 def checked_convolution(convolution: Any) -> None:
     """A convolution, or None for the usual one."""
-    if convolution is not None and not (
-        isinstance(convolution, Convolution) and not isinstance(convolution, type)
+    names = ("forward", "backward_input", "backward_weight")
+    if convolution is not None and (
+        isinstance(convolution, type)
+        or not all(callable(getattr(convolution, name, None)) for name in names)
     ):
         raise TypeError(
             "convolution: expected None or an object with forward, backward_input and "
@@ -279,6 +312,8 @@ def pair(name: str, value: Any, least: int) -> Pair:
     if len(values) != 2:
         raise ValueError(f"{name}: expected an integer or two of them, got {value!r}")
     rows, columns = (checks.number_of_values(name, each, least) for each in values)
+    if max(rows, columns) >= 2**31:
+        raise ValueError(f"{name}: expected less than 2^31, got {value!r}")
     return rows, columns
 
 
@@ -312,32 +347,14 @@ def _result_shape(x: Any, conv_weight: Any, options: ConvolutionOptions) -> tupl
     return shape
 
 
-def _convolve(
-    convolution: Convolution,
-    x: Any,
-    conv_weight: Any,
-    options: ConvolutionOptions,
-    shape: tuple[int, ...],
-) -> Any:
-    """A convolution's result, which may be overwritten."""
-    z = convolution.forward(x, conv_weight, **options._asdict())
-    _check("forward", z, x, shape)
-    if not getattr(z.flags, "writeable", True) or any(
-        arrays.may_overlap(z, array) for array in (x, conv_weight)
-    ):
-        raise ValueError("convolution.forward: expected a writable array of its own, got another")
-    return z
-
-
-def _check(name: str, result: Any, like: Any, shape: tuple[int, ...]) -> None:
-    """What a convolution returned is of the kind and dtype of `like`, and of this shape."""
-    if not isinstance(result, type(like)) or result.shape != shape or result.dtype != like.dtype:
-        got = (
-            f"shape {result.shape} and dtype {result.dtype}"
-            if isinstance(result, type(like))
-            else type(result).__name__
-        )
+def _check(name: str, result: Any, like: Any, shape: tuple[int, ...], *others: Any) -> None:
+    """What a convolution returned: of the kind and dtype of `like`, writable and apart."""
+    name = f"convolution.{name}"
+    if type(result) is not type(like) or result.shape != shape or result.dtype != like.dtype:
         raise TypeError(
-            f"convolution.{name}: expected a {type(like).__name__} of shape {shape} and dtype "
-            f"{like.dtype}, got {got}"
+            f"{name}: expected a {type(like).__name__} of shape {shape} and dtype {like.dtype}, "
+            f"got {checks.shown(result)}"
         )
+    checks.writable(name, result)
+    if any(other is not None and arrays.may_overlap(result, other) for other in others):
+        raise ValueError(f"{name}: expected memory of its own, got an argument's")

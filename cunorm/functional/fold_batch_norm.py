@@ -9,7 +9,7 @@ import numpy as np
 from .. import arrays, checks
 from ..arrays import Array
 
-__all__ = ["fold_batch_norm"]
+__all__ = ["fold_batch_norm", "output_channels"]
 
 _NAMES = ("conv_weight", "conv_bias", "weight", "bias", "running_mean", "running_var")
 
@@ -70,7 +70,7 @@ def fold_batch_norm(
     )
     checks.present("conv_weight", conv_weight)
     checks.floating("conv_weight", conv_weight.dtype)
-    axis, number = _channels(conv_weight.shape, channel_axis, groups)
+    axis, number = output_channels("conv_weight", conv_weight.shape, channel_axis, groups)
     for name, array in (("running_mean", running_mean), ("running_var", running_var)):
         if array is None:
             raise ValueError(f"{name}: expected running statistics to fold, got None")
@@ -98,21 +98,28 @@ def fold_batch_norm(
         return w, b
 
 
-def _channels(shape: tuple[int, ...], channel_axis: Any, groups: Any) -> tuple[int, int]:
+def output_channels(
+    name: str, shape: tuple[int, ...], channel_axis: Any, groups: Any
+) -> tuple[int, int]:
     """(channel axis from the front, number of the output's channels) of a weight."""
     channel_axis = checks.integer("channel_axis", channel_axis)
     groups = checks.number_of_values("groups", groups, 1)
     ndim = len(shape)
     if ndim < 2:
-        raise ValueError(f"conv_weight: expected at least 2 dimensions, got shape {shape}")
+        raise ValueError(f"{name}: expected at least 2 dimensions, got shape {shape}")
     if not -ndim <= channel_axis < ndim:
         raise ValueError(
-            f"channel_axis: expected {-ndim} to {ndim - 1} for conv_weight of shape {shape}, "
+            f"channel_axis: expected {-ndim} to {ndim - 1} for {name} of shape {shape}, "
             f"got {channel_axis}"
+        )
+    axis = channel_axis % ndim
+    if groups > 1 and axis > 1:
+        raise ValueError(
+            f"groups: expected 1 for a {name} with its channels at axis {axis}, all of which are "
+            f"the output's, got {groups}"
         )
     if shape[0] % groups:
         raise ValueError(
-            f"groups: expected a divisor of the first axis of conv_weight, {shape[0]}, got {groups}"
+            f"groups: expected a divisor of the first axis of {name}, {shape[0]}, got {groups}"
         )
-    axis = channel_axis % ndim
     return axis, shape[axis] * (groups if axis else 1)

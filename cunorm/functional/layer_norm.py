@@ -10,9 +10,14 @@ import numpy as np
 from .. import arrays, checks
 from ..arrays import Array
 from ..geometry import row_norm_geometry
-from .common import Layout, backward, normalize
+from .common import Layout, backward, double_backward, normalize
 
-__all__ = ["LayerNormSaved", "layer_norm_backward", "layer_norm_forward"]
+__all__ = [
+    "LayerNormSaved",
+    "layer_norm_backward",
+    "layer_norm_double_backward",
+    "layer_norm_forward",
+]
 
 
 class LayerNormSaved(NamedTuple):
@@ -171,6 +176,58 @@ def layer_norm_backward(
         dy, x, saved, weight, output_mask, out, lambda x: row_layout(x, saved.axis),
         bias_dtype=saved.bias_dtype,
     )  # fmt: skip
+
+
+def layer_norm_double_backward(
+    gdx: Array | None,
+    gdweight: Array | None,
+    gdbias: Array | None,
+    dy: Array,
+    x: Array,
+    saved: LayerNormSaved,
+    weight: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of `layer_norm_backward` with respect to dy, x and weight.
+
+    What second derivatives through a layer norm need. Given are the gradients of a loss with
+    respect to what `layer_norm_backward` computed. With r = inv_std, v = (x - mean) * r,
+    h = dy * weight, k = dy * gdweight and means <.> over the elements of a row,
+
+        u   = r * (gdx - <gdx> - v * <gdx * v>)
+        ddy = weight * u + gdweight * v + gdbias
+        ddx = r^2 * (v * (3 * <gdx * v> * <h * v> - <gdx * h> + <gdx> * <h>)
+                     - <h * v> * (gdx - <gdx>) - <gdx * v> * (h - <h>))
+              + r * (k - <k> - v * <k * v>)
+        ddweight = sum(dy * u)    over the rows
+
+    (docs/numerics.md has the derivation.)
+
+    Parameters
+    ----------
+    gdx : array or None
+        Gradient with respect to dx: shape and dtype of x.
+    gdweight, gdbias : array, shape x.shape[axis:], or None
+        Gradients with respect to dweight and dbias, any floating dtype. What is None counts
+        as 0.
+    dy, x, saved, weight
+        What `layer_norm_backward` was given.
+
+    Returns
+    -------
+    ddy, ddx : array
+        Shape, dtype and memory order of x.
+    ddweight : array, shape x.shape[axis:]
+        In the dtype of weight; in the accumulator type if there is none.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `layer_norm_backward`, and for gradients that do not go with x.
+    """
+    checks.saved_by("layer_norm_forward", LayerNormSaved, saved)
+    return double_backward(
+        gdx, gdweight, gdbias, dy, x, saved, weight, lambda x: row_layout(x, saved.axis)
+    )
 
 
 def row_layout(x: Any, axis: Any) -> Layout:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..functional.batch_norm import batch_norm_backward, batch_norm_forward
-from ..functional.fold_batch_norm import fold_batch_norm
+from ..functional.fold_batch_norm import fold_batch_norm, output_channels
 from .base import TrackingLayer
 
 __all__ = ["BatchNorm"]
@@ -140,6 +140,16 @@ class BatchNorm(TrackingLayer):
         """
         if self.running_mean is None:
             raise ValueError("fold_into: expected a layer with running statistics, got one without")
+        shape = tuple(getattr(weight, "shape", ()))
+        axis, number = output_channels("weight", shape, channel_axis, groups)
+        if number != self.num_features:
+            raise ValueError(
+                f"weight: expected {self.num_features} output channels, got {number}, those at "
+                f"axis {axis} of shape {shape} in {groups} group{'s' if groups > 1 else ''}"
+            )
+        if bias is not None and tuple(getattr(bias, "shape", ())) != (number,):
+            got = getattr(bias, "shape", type(bias).__name__)
+            raise ValueError(f"bias: expected shape ({number},), one value a channel, got {got}")
         return fold_batch_norm(
             weight, bias, self.weight, self.bias, self.running_mean, self.running_var,
             eps=self.eps, channel_axis=channel_axis, groups=groups,

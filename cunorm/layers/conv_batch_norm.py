@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod, sqrt
 from typing import Any, Literal
 
@@ -110,7 +111,7 @@ class ConvBatchNorm(BatchNorm):
                 raise ValueError(f"groups: expected a divisor of {name}, {number}, got {groups}")
         shape = (out_channels, in_channels // groups, *self.kernel_size)
         bound = 1.0 / sqrt(max(prod(shape[1:]), 1))
-        drawn = np.random.default_rng(rng).uniform(-bound, bound, shape)
+        drawn = _generator(rng).uniform(-bound, bound, shape)
         own = {"conv_weight": drawn.astype(checks.floating_dtype("dtype", dtype))}
         self._parameters = own | self._parameters
 
@@ -160,28 +161,50 @@ class ConvBatchNorm(BatchNorm):
     def _check_channels(self, x: Array) -> None:
         check_channels(x, self.in_channels, self.channel_axis)
 
+    def _has_values(self, saved: Any) -> bool:
+        return 0 not in saved.output_shape
+
     @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:  # type: ignore[override]
-        return self._convolve_forward, self._convolve_backward
+        options = {
+            name: getattr(self, name)
+            for name in ("stride", "padding", "dilation", "groups", "convolution")
+        }
+        return partial(_forward, self.conv_weight, options), partial(_backward, self.conv_weight)
 
-    def _convolve_forward(
-        self,
-        x: Array,
-        weight: Array | None,
-        bias: Array | None,
-        running_mean: Array | None,
-        running_var: Array | None,
-        *,
-        channel_axis: int,  # noqa: ARG002  (1)
-        **options: Any,
-    ) -> tuple[Array, ConvBatchNormSaved]:
-        return conv_batch_norm_forward(
-            x, self.conv_weight, weight, bias, running_mean, running_var,
-            stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups,
-            convolution=self.convolution, **options,
-        )  # fmt: skip
 
-    def _convolve_backward(
-        self, dy: Array, x: Array, saved: ConvBatchNormSaved, weight: Array | None, **options: Any
-    ) -> tuple[Array | None, ...]:
-        return conv_batch_norm_backward(dy, x, self.conv_weight, saved, weight, **options)
+def _forward(
+    conv_weight: Array,
+    options: dict[str, Any],
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array | None,
+    running_var: Array | None,
+    *,
+    channel_axis: int,  # noqa: ARG001  (1)
+    **norm: Any,
+) -> tuple[Array, ConvBatchNormSaved]:
+    return conv_batch_norm_forward(
+        x, conv_weight, weight, bias, running_mean, running_var, **options, **norm
+    )
+
+
+def _backward(
+    conv_weight: Array,
+    dy: Array,
+    x: Array,
+    saved: ConvBatchNormSaved,
+    weight: Array | None,
+    **options: Any,
+) -> tuple[Array | None, ...]:
+    return conv_batch_norm_backward(dy, x, conv_weight, saved, weight, **options)
+
+
+def _generator(rng: Any) -> np.random.Generator:
+    try:
+        return np.random.default_rng(rng)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"rng: expected a numpy.random.Generator, a seed of at least 0 or None, got {rng!r}"
+        ) from error

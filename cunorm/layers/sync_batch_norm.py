@@ -19,6 +19,7 @@ from ..functional.batch_norm import (
     update_running_statistics,
 )
 from ..functional.common import channels_of
+from .base import check_channels
 from .batch_norm import BatchNorm
 
 __all__ = ["SyncBatchNorm"]
@@ -131,11 +132,14 @@ class SyncBatchNorm(BatchNorm):
             return super().forward(x, update_statistics=update_statistics)
         self._ranks.spoken = False
         try:
+            if self.running_mean is not None:
+                checks.present("num_batches_tracked", self.num_batches_tracked)
+                checks.writable("num_batches_tracked", self.num_batches_tracked)
             return super().forward(x, update_statistics=update_statistics)
         except Exception as error:
             if self._ranks.spoken:
                 raise
-            self._ranks.tell_of_failed_forward(error, self._zeros())
+            self._ranks.tell_of_failed_forward(error, self._zeros(self.num_features))
 
     def backward(self, dy: Array) -> Array:
         """Gradient with respect to x of the last ``forward``; sets `gradients`.
@@ -159,7 +163,8 @@ class SyncBatchNorm(BatchNorm):
         ValueError, TypeError
             As `cunorm.batch_norm_backward`, on all ranks alike.
         """
-        if self._cache is None or not isinstance(self._cache[1][1], _Saved):
+        saved = None if self._cache is None else self._cache[1][1]
+        if not isinstance(saved, _Saved):
             return super().backward(dy)
         self._ranks.spoken = False
         try:
@@ -167,19 +172,22 @@ class SyncBatchNorm(BatchNorm):
         except Exception as error:
             if self._ranks.spoken:
                 raise
-            self._ranks.tell_of_failed_backward(error, self._zeros())
+            self._ranks.tell_of_failed_backward(error, self._zeros(len(saved.mean)))
 
-    def _zeros(self) -> Array:
-        """One a channel, of the library that this layer's arrays are of."""
-        like = self.weight if self.running_mean is None else self.running_mean
-        if like is None or isinstance(like, np.ndarray):
-            return np.zeros(self.num_features)
-        return like.astype(np.float64) * 0.0
+    def _zeros(self, number: Any) -> Array:
+        """So many, of the library that this layer's arrays are of, whatever state it is in."""
+        if type(number) is not int or not 0 <= number < 2**31:
+            number = self._ranks.agreed or 0
+        for array in (self.running_mean, self.weight):
+            if type(array).__module__.partition(".")[0] == "cupy":
+                return arrays.move(np.zeros(number), "cuda")
+        return np.zeros(number)
 
     @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:  # type: ignore[override]
         if self.training and not self.frozen:
-            return partial(_forward, self._ranks), partial(_backward, self._ranks)
+            forward = partial(_forward, self._ranks, self.num_features)
+            return forward, partial(_backward, self._ranks)
         return BatchNorm._functions
 
     def _has_values(self, saved: Any) -> bool:
@@ -201,6 +209,7 @@ class _Saved(NamedTuple):
 
 def _forward(
     ranks: _Ranks,
+    num_features: int,
     x: Array,
     weight: Array | None,
     bias: Array | None,
@@ -221,31 +230,39 @@ def _forward(
     (x, *vectors), place = arrays.adopt(names, x, weight, bias, running_mean, running_var)
     weight, bias, running_mean, running_var = vectors
     axis, number, _ = channels_of(x, channel_axis)
+    check_channels(x, num_features, channel_axis)
     for name, vector in zip(names[1:], vectors, strict=True):
         checks.per_channel(name, vector, number, x.dtype)
     checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
-    factor = 0.0 if running_mean is None else exponential_average_factor
-    settings = {"eps": eps, "correction": correction, "exponential_average_factor": factor}
+    updated = [running_mean is not None, running_var is not None]
+    settings = {
+        "eps": eps,
+        "correction": correction,
+        "update_statistics": float(2 * updated[0] + updated[1]),
+        "exponential_average_factor": exponential_average_factor if any(updated) else 0.0,
+    }
     with place:
-        y = arrays.empty_like(x)
-        local = batch_norm_statistics(x, channel_axis=axis, dtype=np.float64)
+        operands = arrays.Operands(place.xp, x, (x,), None)
+        (source,), target = operands.inputs, operands.out
+        (y,) = place.export(operands.finish())
+        along = operands.order.index(axis)
+        local = batch_norm_statistics(source, channel_axis=along, dtype=np.float64)
 
         count, mean, m2 = ranks.merge(local, x.dtype, settings)
         checks.several_values_of_all_ranks(count)
-        if count > 0:
+        if count > 0 and running_var is not None:
             checks.correctable(count, correction)
         with np.errstate(all="ignore"):
             var = m2 / max(count, 1)
             inv_std = (1.0 / np.sqrt(var + eps)).astype(checks.statistics_dtype(x.dtype))
         mean, var, inv_std = (place.xp.asarray(array) for array in (mean, var, inv_std))
-        batch_norm_transform(x, mean, inv_std, weight, bias, channel_axis=axis, out=y)
+        batch_norm_transform(source, mean, inv_std, weight, bias, channel_axis=along, out=target)
         update_running_statistics(
             running_mean, running_var, mean, var, count,
-            exponential_average_factor=factor, correction=correction,
+            exponential_average_factor=exponential_average_factor, correction=correction,
         )  # fmt: skip
-        (y,) = place.export(y)
     dtypes = [inv_std.dtype if vector is None else vector.dtype for vector in (weight, bias)]
     return y, _Saved(mean, inv_std, count, axis, *dtypes)
 
@@ -259,49 +276,56 @@ def _backward(
     *,
     output_mask: tuple[bool, bool, bool],
 ) -> tuple[Array, Array | None, Array | None]:
-    """Like `batch_norm_backward` after it."""
+    """Like `batch_norm_backward` after it; what can fail comes before the message here too."""
     (dy, x, weight), place = arrays.adopt(("dy", "x", "weight"), dy, x, weight)
     mean, inv_std, count, axis, *dtypes = saved
     checks.same_as_input("dy", dy, x)
     checks.per_channel("weight", weight, len(mean), x.dtype)
     with place, np.errstate(all="ignore"):
-        dx = arrays.empty_like(x)
-        sums = batch_norm_backward_reduce(dy, x, mean, channel_axis=axis)
-        gradients = [
+        operands = arrays.Operands(place.xp, x, (x, dy), None)
+        (source, gradient), target = operands.inputs, operands.out
+        along = operands.order.index(axis)
+        sums = batch_norm_backward_reduce(gradient, source, mean, channel_axis=along)
+        r = inv_std if x.size > 0 else 0.0 * sums[0]  # sums of nothing, times infinity perhaps
+        dweight, dbias = (
             values.astype(dtype) if wanted else None
             for values, dtype, wanted in zip(
-                (sums[1] * inv_std, sums[0]), dtypes, output_mask[1:], strict=True
+                (sums[1] * r, sums[0]), dtypes, output_mask[1:], strict=True
             )
-        ]
+        )
+        dx, dweight, dbias = place.export(operands.finish(), dweight, dbias)
         together = ranks.add_up(*sums)
         if count > 0:
             batch_norm_backward_transform(
-                dy, x, mean, inv_std, weight, *together, count, channel_axis=axis, out=dx
-            )
-        dx, dweight, dbias = place.export(dx, *gradients)
+                gradient, source, mean, inv_std, weight, *together, count, channel_axis=along,
+                out=target,
+            )  # fmt: skip
     return dx, dweight, dbias
 
 
-# What messages between ranks hold besides numbers.
-_GOOD, _FAILED = 0, 1
+# What messages between ranks hold besides numbers. The first two are unlikely in any other.
+_GOOD, _FAILED = 0x5EED0001, 0x5EED0002
 _DTYPES = ["float16", "bfloat16", "float32", "float64"]
 _ERRORS = (TypeError, ValueError, MemoryError, RuntimeError)
 _TEXT_BYTES = 512
+
+# What of the running statistics a rank updates, by the setting that says so.
+_UPDATED = ["nothing", "running_var alone", "running_mean alone", "both running statistics"]
 
 
 class _Ranks:
     """What the ranks of a layer tell each other, one message a pass.
 
-    Forward: (status, count, dtype) as integers of 64 bits, three settings, mean, m2. Backward:
-    the number of ranks that failed, sum_dy, sum_dy_xmu. The length of both depends on the number
-    of channels, about which the ranks agree once, in a message of their own. Only where a rank
-    has failed do they exchange what to raise.
+    Forward: (status, count, dtype) as integers of 64 bits, four settings, mean, m2. Backward: the
+    numbers of ranks and of those that failed, sum_dy, sum_dy_xmu. The length of both depends on
+    the number of channels, about which the ranks agree once, in a message of their own. Only where
+    a rank has failed do they exchange what to raise.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.spoken = False  # whether this pass' message has been sent, so that nobody waits for it
-        self._agreed: int | None = None  # the number of channels
+        self.agreed: int | None = None  # the number of channels
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy has agreed on nothing
         return _Ranks, (self.communicator,)
@@ -316,31 +340,37 @@ class _Ranks:
             _GOOD, count, _DTYPES.index(dtype.name), list(settings.values()), mean, m2
         )
         header = rows[:, :3].copy().view(np.int64)
+        if not np.isin(header[:, 0], (_GOOD, _FAILED)).all():
+            raise _out_of_step()
         if (header[:, 0] == _FAILED).any():
             self._raise_together(None)
         _same("x: expected one dtype", [_DTYPES[i] for i in header[:, 2]], TypeError)
-        for name, values in zip(settings, rows[:, 3:6].T.tolist(), strict=True):
+        for name, values in zip(settings, rows[:, 3:7].T.tolist(), strict=True):
+            if name == "update_statistics":
+                values = [_UPDATED[int(value)] for value in values]
             _same(f"{name}: expected the same", values, ValueError)
-        means, squares = np.split(rows[:, 6:], 2, axis=1)
+        means, squares = np.split(rows[:, 7:], 2, axis=1)
         parts = zip(header[:, 1], means, squares, strict=True)
         return merge_moments([Moments(int(count), mean, m2) for count, mean, m2 in parts])
 
     def tell_of_failed_forward(self, error: Exception, zeros: Array) -> NoReturn:
         """Raise on every rank what has failed on this one; `zeros` has one a channel."""
-        self._gather(_FAILED, 0, 0, [0.0, 0.0, 0.0], zeros, zeros)
+        self._gather(_FAILED, 0, 0, [0.0, 0.0, 0.0, 0.0], zeros, zeros)
         self._raise_together(error)
 
     def add_up(self, sum_dy: Array, sum_dy_xmu: Array) -> tuple[Array, Array]:
         """Sums over all ranks, in float64."""
-        joined = self._reduce(_GOOD, sum_dy, sum_dy_xmu)
-        if joined[0] != _GOOD:
+        joined = self._reduce(0, sum_dy, sum_dy_xmu)
+        if joined[0] != self.communicator.size:
+            raise _out_of_step()
+        if joined[1] != 0:
             self._raise_together(None)
         number = sum_dy.size
-        return joined[1 : 1 + number], joined[1 + number :]
+        return joined[2 : 2 + number], joined[2 + number :]
 
     def tell_of_failed_backward(self, error: Exception, zeros: Array) -> NoReturn:
         """Raise on every rank what has failed on this one; `zeros` has one a channel."""
-        self._reduce(_FAILED, zeros, zeros)
+        self._reduce(1, zeros, zeros)
         self._raise_together(error)
 
     def _gather(
@@ -350,8 +380,8 @@ class _Ranks:
         header = np.array([status, count, dtype], np.int64).view(np.float64)
         return self._gathered(_joined(header, np.array(settings), mean, m2))
 
-    def _reduce(self, status: int, sum_dy: Array, sum_dy_xmu: Array) -> Array:
-        message = _joined(np.array([status], np.float64), sum_dy, sum_dy_xmu)
+    def _reduce(self, failed: int, sum_dy: Array, sum_dy_xmu: Array) -> Array:
+        message = _joined(np.array([1, failed], np.float64), sum_dy, sum_dy_xmu)
         self.spoken = True
         total = self.communicator.all_reduce(message)
         return _answer("all_reduce", total, message.shape)
@@ -365,11 +395,11 @@ class _Ranks:
 
     def _agree(self, channels: int) -> None:
         """Make sure, once, that messages have the same length on all ranks."""
-        if self._agreed == channels:
+        if self.agreed == channels:
             return
         found = self._gathered(np.array([channels], np.int64).view(np.float64))
         _same("num_features: expected the same", found.view(np.int64)[:, 0].tolist(), ValueError)
-        self._agreed, self.spoken = channels, False
+        self.agreed, self.spoken = channels, False
 
     def _raise_together(self, error: Exception | None) -> NoReturn:
         """Raise the error of the first rank that has one; all ranks call this."""
@@ -387,13 +417,22 @@ class _Ranks:
 
 def _packed(error: Exception) -> bytes:
     """The kind of an error, and its message."""
+    name = type(error).__name__
+    kinds = [i for i, kind in enumerate(_ERRORS) if isinstance(error, kind)]
     try:
-        said = str(error).replace("\0", " ")
+        said = f"{error}".replace("\0", " ").strip() or name
     except Exception:  # somebody else's class
-        said = ""
-    kinds = (i for i, kind in enumerate(_ERRORS) if isinstance(error, kind))
-    kind = next(kinds, len(_ERRORS) - 1)
-    return f"{kind}{said or type(error).__name__}".encode(errors="replace")[:_TEXT_BYTES]
+        said = name
+    if not kinds:
+        kinds, said = [len(_ERRORS) - 1], f"{name}: {said}"
+    return f"{kinds[0]}{said}".encode(errors="replace")[:_TEXT_BYTES]
+
+
+def _out_of_step() -> RuntimeError:
+    return RuntimeError(
+        "communicator: the ranks are out of step; expected the same layer's forward or backward "
+        "on all of them, and copies of it on all or on none"
+    )
 
 
 def _same(expectation: str, found: list[Any], error: type[Exception]) -> None:

@@ -32,6 +32,9 @@ DEVICE = Device(
     shared_per_multiprocessor=228 << 10,
 )
 
+#: Kernels that are launched in clusters.
+CLUSTERED = ("normalize", "backward", "backward_rows", "double_backward", "double_backward_rows")
+
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "--param=asan-stack=0"]
 _ARGUMENTS = re.compile(r"\b(\w+)\(\s*const (\w+) a\s*\) \{")
@@ -127,7 +130,7 @@ class Harness:
         counters = np.zeros(4, np.uint64)
         message = function(
             arguments, ctypes.c_size_t(len(arguments)), blocks, threads,
-            cluster if name in ("normalize", "backward", "backward_rows") else 1,
+            cluster if name in CLUSTERED else 1,
             ctypes.c_size_t(shared), ctypes.c_uint64(self.seed),
             counters.ctypes.data_as(ctypes.c_void_p),
         )  # fmt: skip

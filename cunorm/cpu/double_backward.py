@@ -1,0 +1,804 @@
+"""Gradients of what `backward` computes.
+
+With upstream gradients gdx, gdweight and gdbias, mean and inv_std = r computed from n values of
+x, v = (x - mean) * r, h = weight * dy, k = gdweight * dy, and means <.> over these values,
+
+    u   = r * (gdx - <gdx> - v * <gdx * v>)
+    ddy = weight * u + gdweight * v + gdbias
+    ddx = - r^2 * <h * v> * (gdx - <gdx>) - r^2 * <gdx * v> * (h - <h>) + r * (k - <k>)
+          - v * (r^2 * (<gdx * h> - <gdx> * <h> - 3 * <gdx * v> * <h * v>) + r * <k * v>)
+    ddweight = sum(dy * u)
+
+where gdx, dy and x are read once if what shares a statistic fits the cache, else twice (see
+docs/numerics.md for the derivation). With given statistics u = r * gdx and ddx = r * k.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..checks import statistics_dtype
+from ..geometry import Geometry
+from .elements import (
+    accumulate,
+    as_accumulator,
+    device_function,
+    flat,
+    kernel,
+    load,
+    load_scratch,
+    prefetch,
+    scratch,
+    store,
+    store_streaming,
+    streaming_range,
+    strict_function,
+)
+from .pieces import (
+    columns_part,
+    columns_piece,
+    segments_chunk,
+    segments_chunks,
+    segments_unit,
+    spread,
+)
+from .plan import Columns, Rows, Segments, plan, rows_plan, stays_near
+from .pool import run
+from .rows import add_up_blocks, row_extents, row_parameter
+from .statistics import NONE, parameter, residual_times
+from .tasks import last_task, next_task
+from .threads import get_num_threads
+from .transform import STREAMING_BYTES
+
+__all__ = ["double_backward"]
+
+# --- what a statistic adds ------------------------------------------------------
+
+
+@device_function
+def _upstream(g, i, x):
+    """An element of gdx; 0 if there is none, which is known when a kernel is compiled."""
+    if g is None:
+        return as_accumulator(x, 0.0)
+    return load(g, i)
+
+
+@strict_function
+def _shares(r, low, sum_g, sum_gx, sum_h, sum_hx, sum_gh, sum_k, sum_kx, count):
+    """(q, t, a, c, d) of u = gdx * r + xmu * q + t, ddx = gdx * a + h * q + k * r + xmu * c + d.
+
+    Here xmu = x - mean, of the mean rounded; `low` is what rounding took from it. The sums are
+    those of gdx, gdx * xmu, h, h * xmu, gdx * h, k and k * xmu, about that mean.
+    """
+    sum_gx -= low * sum_g if low != 0.0 else 0.0
+    sum_hx -= low * sum_h if low != 0.0 else 0.0
+    sum_kx -= low * sum_k if low != 0.0 else 0.0
+    mean_g, mean_h, mean_k = sum_g / count, sum_h / count, sum_k / count
+    mean_gv, mean_hv, mean_kv = sum_gx * r / count, sum_hx * r / count, sum_kx * r / count
+    q = -(r * r) * mean_gv
+    a = -(r * r) * mean_hv
+    together = sum_gh / count - mean_g * mean_h - 3.0 * mean_gv * mean_hv
+    c = -r * (r * r * together + r * mean_kv)
+    t = -r * mean_g
+    d = -a * mean_g - q * mean_h - r * mean_k
+    if low != 0.0:
+        t -= low * q
+        d -= low * c
+    return q, t, a, c, d
+
+
+# --- channels: statistics whose elements have one weight ----------------------------
+
+
+@strict_function
+def _value(array, i, absent):
+    return np.float64(load(array, i)) if array.size else absent
+
+
+@strict_function
+def _coefficients(x, channel, training, residual, inv_std, weight, gweight, gbias, sums, count):
+    """(e, f, s, a, c, d) of ddy = gdx * e + xmu * f + s, ddx = gdx * a + dy * f + xmu * c + d."""
+    r = np.float64(load(inv_std, channel))
+    w, gw = _value(weight, channel, 1.0), _value(gweight, channel, 0.0)
+    low = residual_times(residual, channel, 1.0)
+    q, t, a, c, d = 0.0, 0.0, 0.0, 0.0, 0.0
+    if training:
+        sum_g, sum_gx, sum_dy, sum_dyx = sums[0], sums[1], sums[2], sums[3]
+        q, t, a, c, d = _shares(
+            r, low, sum_g, sum_gx, w * sum_dy, w * sum_dyx, w * sums[4], gw * sum_dy, gw * sum_dyx,
+            count,
+        )  # fmt: skip
+    s = w * t + _value(gbias, channel, 0.0)
+    if low != 0.0:
+        s -= low * r * gw
+    return (
+        as_accumulator(x, w * r), as_accumulator(x, w * q + gw * r), as_accumulator(x, s),
+        as_accumulator(x, a), as_accumulator(x, c), as_accumulator(x, d),
+    )  # fmt: skip
+
+
+@strict_function
+def _write_weight(ddweight, channel, training, residual, inv_std, sums, count):
+    """The sum of dy * u over a channel."""
+    if ddweight.size:
+        r = np.float64(load(inv_std, channel))
+        total = r * sums[4]
+        if training:
+            low = residual_times(residual, channel, 1.0)
+            q, t, _, _, _ = _shares(r, low, sums[0], sums[1], 0.0, 0.0, 0.0, 0.0, 0.0, count)
+            total += q * sums[3] + t * sums[2]
+        store(ddweight, channel, as_accumulator(ddweight, total))
+
+
+# --- segments -----------------------------------------------------------------
+
+
+@device_function
+def _run_sums(g, dy, x, start, length, mean):
+    zero = as_accumulator(x, 0.0)
+    sum_g, sum_gx, sum_dy, sum_dyx, sum_gdy = zero, zero, zero, zero, zero
+    for i in range(start, start + length):
+        upstream, gradient = _upstream(g, i, x), load(dy, i)
+        centered = load(x, i) - mean
+        sum_g = accumulate(sum_g, upstream)
+        sum_gx = accumulate(sum_gx, upstream * centered)
+        sum_dy = accumulate(sum_dy, gradient)
+        sum_dyx = accumulate(sum_dyx, gradient * centered)
+        sum_gdy = accumulate(sum_gdy, upstream * gradient)
+    return sum_g, sum_gx, sum_dy, sum_dyx, sum_gdy
+
+
+@device_function
+def _run_outputs(put, g, dy, x, ddy, ddx, start, end, mean, e, f, s, a, c, d):
+    for i in range(start, end):
+        upstream, gradient = _upstream(g, i, x), load(dy, i)
+        centered = load(x, i) - mean
+        put(ddy, i, upstream * e + (centered * f + s))
+        put(ddx, i, upstream * a + (gradient * f + (centered * c + d)))
+
+
+@device_function
+def _both_streaming(ddy, ddx, start, end, streaming):
+    """Where both outputs can be written past the caches; may be empty."""
+    first, last = streaming_range(ddy, start, end, streaming)
+    other, _ = streaming_range(ddx, start, end, streaming)
+    return (first, last) if first == other else (end, end)
+
+
+@device_function
+def _segments_outputs(
+    g, dy, x, ddy, ddx, base, stride, outer, inner, chunk_rows, chunk_length, first_chunk,
+    last_chunk, mean, coefficients, streaming,
+):  # fmt: skip
+    """Both outputs of the chunks [first_chunk, last_chunk) of the channel that begins at base."""
+    for chunk in range(first_chunk, last_chunk):
+        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        for r in range(row, row + rows):
+            start = base + r * stride + offset
+            end = start + length
+            first, last = _both_streaming(ddy, ddx, start, end, streaming)
+            e, f, s, a, c, d = coefficients
+            numbers = (mean, e, f, s, a, c, d)
+            _run_outputs(store, g, dy, x, ddy, ddx, start, first, *numbers)
+            _run_outputs(store_streaming, g, dy, x, ddy, ddx, first, last, *numbers)
+            _run_outputs(store, g, dy, x, ddy, ddx, last, end, *numbers)
+
+
+@device_function
+def _segments_sums(
+    g, dy, x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part, mean, sums
+):
+    """Add the sums over one part of the channel that begins at `base`."""
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    zero = 0.0
+    total = (zero, zero, zero, zero, zero)
+    for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
+        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        for r in range(row, row + rows):
+            start = base + r * stride + offset
+            if rows > 1:
+                if g is not None:
+                    prefetch(g, start + stride, length)
+                prefetch(dy, start + stride, length)
+                prefetch(x, start + stride, length)
+            a, b, c, d, e = _run_sums(g, dy, x, start, length, mean)
+            total = (total[0] + a, total[1] + b, total[2] + c, total[3] + d, total[4] + e)
+    for i in range(5):
+        sums[i] += total[i]
+
+
+@kernel
+def _reduce_segments(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
+    streaming, batch, outer, group, inner, members, parameters,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
+):  # fmt: skip
+    """A task is `task_units` parts; `partials[channel, part]` gets the sums.
+
+    If there are outputs they become those of given statistics.
+    """
+    units = group * parts
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    stride = group * inner
+    task = next_task(board, me)
+    while task >= 0:
+        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
+            channel, part, base = segments_unit(unit, outer, group, inner, parts)
+            sums = partials[channel, part]
+            sums[:] = 0.0
+            center = load(mean, channel)
+            _segments_sums(
+                g, dy, x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part,
+                center, sums,
+            )  # fmt: skip
+            if ddx.size:
+                coefficients = _coefficients(
+                    x, channel, False, residual, inv_std, weight, gweight, gbias, sums, 1.0
+                )
+                _segments_outputs(
+                    g, dy, x, ddy, ddx, base, stride, outer, inner, chunk_rows, chunk_length,
+                    part * part_chunks, min(chunks, (part + 1) * part_chunks), center,
+                    coefficients, streaming,
+                )  # fmt: skip
+        task = next_task(board, me)
+
+
+@kernel
+def _transform_segments(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums,
+    streaming, batch, outer, group, inner, members, parameters,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
+):  # fmt: skip
+    """A task is `task_units` parts; the last part goes first, being nearest."""
+    units = group * parts
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    count = np.float64(outer * inner)
+    task = last_task(board, me)
+    while task >= 0:
+        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
+            channel, part, base = segments_unit(unit, outer, group, inner, parts)
+            coefficients = _coefficients(
+                x, channel, True, residual, inv_std, weight, gweight, gbias, sums[channel], count
+            )
+            _segments_outputs(
+                g, dy, x, ddy, ddx, base, group * inner, outer, inner, chunk_rows, chunk_length,
+                part * part_chunks, min(chunks, (part + 1) * part_chunks), load(mean, channel),
+                coefficients, streaming,
+            )  # fmt: skip
+        task = last_task(board, me)
+
+
+@kernel
+def _double_backward_segments(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, ddweight,
+    streaming, batch, outer, group, inner, members, parameters,
+    task_units, chunk_rows, chunk_length, part_chunks, parts,
+):  # fmt: skip
+    """A task is `task_units` whole channels."""
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    count = np.float64(outer * inner)
+    stride = group * inner
+    sums, part_sums = np.empty(5), np.empty(5)
+    task = next_task(board, me)
+    while task >= 0:
+        for channel in range(task * task_units, min(group, (task + 1) * task_units)):
+            base = channel * inner
+            center = load(mean, channel)
+            sums[:] = 0.0
+            for part in range(parts):
+                part_sums[:] = 0.0
+                _segments_sums(
+                    g, dy, x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks,
+                    part, center, part_sums,
+                )  # fmt: skip
+                for i in range(5):
+                    sums[i] += part_sums[i]
+            _write_weight(ddweight, channel, True, residual, inv_std, sums, count)
+            coefficients = _coefficients(
+                x, channel, True, residual, inv_std, weight, gweight, gbias, sums, count
+            )
+            _segments_outputs(
+                g, dy, x, ddy, ddx, base, stride, outer, inner, chunk_rows, chunk_length, 0,
+                chunks, center, coefficients, streaming,
+            )  # fmt: skip
+        task = next_task(board, me)
+
+
+# --- columns ------------------------------------------------------------------
+
+
+@device_function
+def _row_sums(g, dy, x, start, width, mean, sums):
+    for p in range(width):
+        upstream, gradient = _upstream(g, start + p, x), load(dy, start + p)
+        centered = load(x, start + p) - load_scratch(mean, p)
+        store(sums[0], p, load_scratch(sums[0], p) + upstream)
+        store(sums[1], p, load_scratch(sums[1], p) + upstream * centered)
+        store(sums[2], p, load_scratch(sums[2], p) + gradient)
+        store(sums[3], p, load_scratch(sums[3], p) + gradient * centered)
+        store(sums[4], p, load_scratch(sums[4], p) + upstream * gradient)
+
+
+@device_function
+def _columns_chunk(g, dy, x, start, stride, rows, width, mean, sums, totals):
+    """Add `rows` rows, two at a time, in the accumulator type and then to the float64 totals."""
+    zero = as_accumulator(x, 0.0)
+    sum_g, sum_gx, sum_dy, sum_dyx, sum_gdy = sums
+    for i in range(5):
+        for p in range(width):
+            store(sums[i], p, zero)
+    for row in range(0, rows - 1, 2):
+        a = start + row * stride
+        b = a + stride
+        for p in range(width):
+            center = load_scratch(mean, p)
+            g_a, g_b = _upstream(g, a + p, x), _upstream(g, b + p, x)
+            dy_a, dy_b = load(dy, a + p), load(dy, b + p)
+            x_a, x_b = load(x, a + p) - center, load(x, b + p) - center
+            store(sum_g, p, load_scratch(sum_g, p) + (g_a + g_b))
+            store(sum_gx, p, load_scratch(sum_gx, p) + (g_a * x_a + g_b * x_b))
+            store(sum_dy, p, load_scratch(sum_dy, p) + (dy_a + dy_b))
+            store(sum_dyx, p, load_scratch(sum_dyx, p) + (dy_a * x_a + dy_b * x_b))
+            store(sum_gdy, p, load_scratch(sum_gdy, p) + (g_a * dy_a + g_b * dy_b))
+    if rows % 2:
+        _row_sums(g, dy, x, start + (rows - 1) * stride, width, mean, sums)
+    for i in range(5):
+        of_chunk, total = sums[i], totals[i]
+        for p in range(width):
+            store(total, p, load_scratch(total, p) + np.float64(load_scratch(of_chunk, p)))
+
+
+@device_function
+def _columns_sums(g, dy, x, start, stride, rows, width, tail_width, chunk_rows, mean, sums, totals):
+    """Sums of every position, over `rows` rows and, left of `tail_width`, one more."""
+    totals[:, :width] = 0.0
+    for row in range(0, rows, chunk_rows):
+        height = min(chunk_rows, rows - row)
+        _columns_chunk(g, dy, x, start + row * stride, stride, height, width, mean, sums, totals)
+    if tail_width > 0:
+        _columns_chunk(g, dy, x, start + rows * stride, stride, 1, tail_width, mean, sums, totals)
+
+
+@strict_function
+def _channel_sum(channel, channels, fold, inner, total):
+    """The sum of a channel from those of its positions (see `spread`)."""
+    result = 0.0
+    for copy in range(fold):
+        first = (copy * channels + channel) * inner
+        for p in range(first, first + inner):
+            result = accumulate(result, load_scratch(total, p))
+    return result
+
+
+@device_function
+def _row_outputs(put, g, dy, x, ddy, ddx, start, first, last, mean, block):
+    block_e, block_f, block_s, block_a, block_c, block_d = block
+    for p in range(first, last):
+        i = start + p
+        upstream, gradient = _upstream(g, i, x), load(dy, i)
+        centered = load(x, i) - load_scratch(mean, p)
+        f = load_scratch(block_f, p)
+        shifted = centered * f + load_scratch(block_s, p)
+        put(ddy, i, upstream * load_scratch(block_e, p) + shifted)
+        rest = gradient * f + (centered * load_scratch(block_c, p) + load_scratch(block_d, p))
+        put(ddx, i, upstream * load_scratch(block_a, p) + rest)
+
+
+@device_function
+def _columns_outputs(
+    g, dy, x, ddy, ddx, start, stride, rows, width, tail_width, mean, block, streaming
+):
+    """Both outputs of `rows` rows of `width` positions and, below them, of `tail_width`."""
+    for row in range(rows):
+        a = start + row * stride
+        first, last = _both_streaming(ddy, ddx, a, a + width, streaming)
+        first, last = first - a, last - a
+        _row_outputs(store, g, dy, x, ddy, ddx, a, 0, first, mean, block)
+        _row_outputs(store_streaming, g, dy, x, ddy, ddx, a, first, last, mean, block)
+        _row_outputs(store, g, dy, x, ddy, ddx, a, last, width, mean, block)
+    _row_outputs(store, g, dy, x, ddy, ddx, start + rows * stride, 0, tail_width, mean, block)
+
+
+@device_function
+def _spread_means(first, channels, fold, inner, mean, block_mean):
+    for channel in range(channels):
+        spread(load(mean, first + channel), channel, channels, fold, inner, block_mean)
+
+
+@device_function
+def _spread_coefficients(
+    x, first, channels, fold, inner, training, residual, inv_std, weight, gweight, gbias, sums,
+    first_sums, count, block,
+):  # fmt: skip
+    """Every position's coefficients; the sums of channel `first` are those at `first_sums`."""
+    for channel in range(channels):
+        found = _coefficients(
+            x, first + channel, training, residual, inv_std, weight, gweight, gbias,
+            sums[first_sums + channel], count,
+        )  # fmt: skip
+        spread(found[0], channel, channels, fold, inner, block[0])
+        spread(found[1], channel, channels, fold, inner, block[1])
+        spread(found[2], channel, channels, fold, inner, block[2])
+        spread(found[3], channel, channels, fold, inner, block[3])
+        spread(found[4], channel, channels, fold, inner, block[4])
+        spread(found[5], channel, channels, fold, inner, block[5])
+
+
+@kernel
+def _reduce_columns(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
+    streaming, batch, outer, group, inner,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
+):  # fmt: skip
+    """A task is one part of one block; `partials[channel, part]` gets the sums.
+
+    If there are outputs they become those of given statistics.
+    """
+    most = fold * block_channels * inner
+    blocks, totals = scratch(x, (12, most)), np.empty((5, most))
+    block_mean = blocks[0]
+    block = (blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6])
+    sums = (blocks[7], blocks[8], blocks[9], blocks[10], blocks[11])
+    none = np.zeros((block_channels, 5))
+    task = next_task(board, me)
+    while task >= 0:
+        first, channels, part, start, height, tail = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
+        )
+        width, tail_width = fold * channels * inner, tail * channels * inner
+        stride = fold * group * inner
+        _spread_means(first, channels, fold, inner, mean, block_mean)
+        _columns_sums(
+            g, dy, x, start, stride, height, width, tail_width, chunk_rows, block_mean, sums,
+            totals,
+        )  # fmt: skip
+        for channel in range(channels):
+            for i in range(5):
+                partials[first + channel, part, i] = _channel_sum(
+                    channel, channels, fold, inner, totals[i]
+                )
+        if ddx.size:
+            _spread_coefficients(
+                x, first, channels, fold, inner, False, residual, inv_std, weight, gweight, gbias,
+                none, 0, 1.0, block,
+            )  # fmt: skip
+            _columns_outputs(
+                g, dy, x, ddy, ddx, start, stride, height, width, tail_width, block_mean, block,
+                streaming,
+            )  # fmt: skip
+        task = next_task(board, me)
+
+
+@kernel
+def _transform_columns(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums,
+    streaming, batch, outer, group, inner,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
+):  # fmt: skip
+    """A task is one part of one block; the last part goes first, being nearest."""
+    most = fold * block_channels * inner
+    blocks = scratch(x, (7, most))
+    block_mean = blocks[0]
+    block = (blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6])
+    task = last_task(board, me)
+    while task >= 0:
+        first, channels, _, start, height, tail = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
+        )
+        _spread_means(first, channels, fold, inner, mean, block_mean)
+        _spread_coefficients(
+            x, first, channels, fold, inner, True, residual, inv_std, weight, gweight, gbias,
+            sums, first, np.float64(outer * inner), block,
+        )  # fmt: skip
+        _columns_outputs(
+            g, dy, x, ddy, ddx, start, fold * group * inner, height, fold * channels * inner,
+            tail * channels * inner, block_mean, block, streaming,
+        )  # fmt: skip
+        task = last_task(board, me)
+
+
+@kernel
+def _double_backward_columns(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, ddweight,
+    streaming, batch, outer, group, inner,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
+):  # fmt: skip
+    """A task is one block of whole channels."""
+    most = fold * block_channels * inner
+    blocks, totals = scratch(x, (12, most)), np.empty((5, most))
+    block_mean = blocks[0]
+    block = (blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6])
+    of_chunk = (blocks[7], blocks[8], blocks[9], blocks[10], blocks[11])
+    sums = np.empty((block_channels, 5))
+    stride = fold * group * inner
+    count = np.float64(outer * inner)
+    task = next_task(board, me)
+    while task >= 0:
+        first, channels, _, start, _, _ = columns_piece(
+            task, outer, group, inner, fold, rows, tail_rows, rows, 1, block_channels
+        )
+        width = fold * channels * inner
+        _spread_means(first, channels, fold, inner, mean, block_mean)
+        sums[:, :] = 0.0
+        for part in range(parts):
+            height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
+            _columns_sums(
+                g, dy, x, start + part * part_rows * stride, stride, height, width,
+                tail * channels * inner, chunk_rows, block_mean, of_chunk, totals,
+            )  # fmt: skip
+            for channel in range(channels):
+                for i in range(5):
+                    sums[channel, i] += _channel_sum(channel, channels, fold, inner, totals[i])
+        for channel in range(channels):
+            _write_weight(ddweight, first + channel, True, residual, inv_std, sums[channel], count)
+        _spread_coefficients(
+            x, first, channels, fold, inner, True, residual, inv_std, weight, gweight, gbias,
+            sums, 0, count, block,
+        )  # fmt: skip
+        _columns_outputs(
+            g, dy, x, ddy, ddx, start, stride, rows, width, tail_rows * channels * inner,
+            block_mean, block, streaming,
+        )  # fmt: skip
+        task = next_task(board, me)
+
+
+@kernel
+def _finish_sums(partials, training, residual, inv_std, count, sums, ddweight):
+    """Sums of every channel from those of its parts, and ddweight."""
+    for channel in range(partials.shape[0]):
+        sums[channel, :] = 0.0
+        for part in range(partials.shape[1]):
+            for i in range(5):
+                sums[channel, i] += partials[channel, part, i]
+        _write_weight(ddweight, channel, training, residual, inv_std, sums[channel], count)
+
+
+# --- rows ---------------------------------------------------------------------
+
+
+@device_function
+def _run_row_sums(g, dy, x, start, length, mean, weight, gweight, to_weight):
+    zero = as_accumulator(x, 0.0)
+    sum_g, sum_gx, sum_h, sum_hx, sum_gh, sum_k, sum_kx = zero, zero, zero, zero, zero, zero, zero
+    for i in range(start, start + length):
+        upstream, gradient = _upstream(g, i, x), load(dy, i)
+        centered = load(x, i) - mean
+        h = gradient * load(weight, i + to_weight)
+        k = gradient * load(gweight, i + to_weight)
+        sum_g = accumulate(sum_g, upstream)
+        sum_gx = accumulate(sum_gx, upstream * centered)
+        sum_h = accumulate(sum_h, h)
+        sum_hx = accumulate(sum_hx, h * centered)
+        sum_gh = accumulate(sum_gh, upstream * h)
+        sum_k = accumulate(sum_k, k)
+        sum_kx = accumulate(sum_kx, k * centered)
+    return sum_g, sum_gx, sum_h, sum_hx, sum_gh, sum_k, sum_kx
+
+
+@device_function
+def _run_row_outputs(
+    put, g, dy, x, ddy, ddx, start, end, numbers, weight, gweight, gbias, to_weight, ddweight,
+    to_ddweight,
+):  # fmt: skip
+    """Both outputs; adds to ddweight[i + to_ddweight]."""
+    mean, r, low_r, q, t, a, c, d = numbers
+    for i in range(start, end):
+        upstream, gradient = _upstream(g, i, x), load(dy, i)
+        centered = load(x, i) - mean
+        w, gw = load(weight, i + to_weight), load(gweight, i + to_weight)
+        u = upstream * r + (centered * q + t)
+        put(ddy, i, w * u + (gw * (centered * r - low_r) + load(gbias, i + to_weight)))
+        put(ddx, i, upstream * a + (gradient * (w * q + gw * r) + (centered * c + d)))
+        total = load_scratch(ddweight, i + to_ddweight) + gradient * u
+        store(ddweight, i + to_ddweight, total)
+
+
+@device_function
+def _row_outputs_of(
+    g, dy, x, ddy, ddx, start, end, row, length, sums, mean, residual, inv_std, weight, gweight,
+    gbias, to_weight, ddweight, to_ddweight, streaming,
+):  # fmt: skip
+    """Both outputs of the elements [start, end), which are in a row with the given sums."""
+    r = np.float64(load(inv_std, row))
+    low = residual_times(residual, row, 1.0)
+    q, t, a, c, d = _shares(
+        r, low, sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], np.float64(length)
+    )
+    numbers = (
+        load(mean, row), load(inv_std, row), as_accumulator(x, low * r if low != 0.0 else 0.0),
+        as_accumulator(x, q), as_accumulator(x, t), as_accumulator(x, a), as_accumulator(x, c),
+        as_accumulator(x, d),
+    )  # fmt: skip
+    first, last = _both_streaming(ddy, ddx, start, end, streaming)
+    rest = (weight, gweight, gbias, to_weight, ddweight, to_ddweight)
+    _run_row_outputs(store, g, dy, x, ddy, ddx, start, first, numbers, *rest)
+    _run_row_outputs(store_streaming, g, dy, x, ddy, ddx, first, last, numbers, *rest)
+    _run_row_outputs(store, g, dy, x, ddy, ddx, last, end, numbers, *rest)
+
+
+@device_function
+def _write_row_sums(g, dy, x, start, length, mean, weight, gweight, to_weight, sums):
+    found = _run_row_sums(g, dy, x, start, length, mean, weight, gweight, to_weight)
+    for i in range(7):
+        sums[i] = found[i]
+
+
+@kernel
+def _double_backward_rows(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
+    streaming, batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one block of samples; `partials[block, 0]` gets its part of ddweight."""
+    sums, of_piece = np.empty(7), np.empty(7)
+    task = next_task(board, me)
+    while task >= 0:
+        ddweight = partials[task, 0]
+        for i in range(length):
+            store(ddweight, i, as_accumulator(x, 0.0))
+        for row in range(task * block, min(batch, (task + 1) * block)):
+            base = row * length
+            sums[:] = 0.0
+            for offset in range(0, length, chunk_length):
+                size = min(chunk_length, length - offset)
+                _write_row_sums(
+                    g, dy, x, base + offset, size, load(mean, row), weight, gweight, -base,
+                    of_piece,
+                )  # fmt: skip
+                for i in range(7):
+                    sums[i] += of_piece[i]
+            _row_outputs_of(
+                g, dy, x, ddy, ddx, base, base + length, row, length, sums, mean, residual,
+                inv_std, weight, gweight, gbias, -base, ddweight, -base, streaming,
+            )  # fmt: skip
+        task = next_task(board, me)
+
+
+@kernel
+def _reduce_rows(
+    board, me, g, dy, x, mean, weight, gweight, sums,
+    batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one piece of a row; `sums[row, piece]` gets its sums."""
+    task = next_task(board, me)
+    while task >= 0:
+        row, offset = task // pieces, task % pieces * chunk_length
+        _write_row_sums(
+            g, dy, x, row * length + offset, min(chunk_length, length - offset), load(mean, row),
+            weight, gweight, -row * length, sums[row, task % pieces],
+        )  # fmt: skip
+        task = next_task(board, me)
+
+
+@kernel
+def _transform_rows(
+    board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums, partials,
+    streaming, batch, number, length, chunk_length, pieces, block, blocks,
+):  # fmt: skip
+    """A task is one piece of all rows; `partials[0, 0]` gets that of ddweight."""
+    of_row, of_block, total = np.empty(7), scratch(x, chunk_length), np.empty(chunk_length)
+    task = last_task(board, me)
+    while task >= 0:
+        offset = task * chunk_length
+        size = min(chunk_length, length - offset)
+        total[:] = 0.0
+        for first in range(0, batch, block):
+            of_block[:] = 0.0
+            for row in range(first, min(batch, first + block)):
+                of_row[:] = 0.0
+                for piece in range(pieces):
+                    for i in range(7):
+                        of_row[i] += sums[row, piece, i]
+                start = row * length + offset
+                _row_outputs_of(
+                    g, dy, x, ddy, ddx, start, start + size, row, length, of_row, mean, residual,
+                    inv_std, weight, gweight, gbias, -row * length, of_block, -start, streaming,
+                )  # fmt: skip
+            for i in range(size):
+                term = np.float64(load_scratch(of_block, i))
+                store(total, i, load_scratch(total, i) + term)
+        for i in range(size):
+            value = as_accumulator(x, load_scratch(total, i))
+            store(partials[0, 0], offset + i, value)
+        task = last_task(board, me)
+
+
+# --- the verb -----------------------------------------------------------------
+
+_REDUCE = {Segments: _reduce_segments, Columns: _reduce_columns}
+_TRANSFORM = {Segments: _transform_segments, Columns: _transform_columns}
+_FUSED = {Segments: _double_backward_segments, Columns: _double_backward_columns}
+
+
+@lru_cache(maxsize=1024)
+def _fused(geometry: Geometry, itemsize: int, threads: int):
+    """(kernel, tasks, last arguments) while everything is near; None if that is not to be."""
+    cut = plan(geometry, itemsize, 3)
+    assert not isinstance(cut, Rows)
+    if not stays_near(cut, threads):
+        return None
+    return _FUSED[type(cut)], cut.resident_tasks, (*_extents(cut, geometry), *cut.arguments)
+
+
+def _extents(cut, geometry: Geometry):
+    """A geometry as the kernels of a plan take it."""
+    return geometry if isinstance(cut, Segments) else geometry[:4]
+
+
+def double_backward(
+    gdx, gdweight, gdbias, dy, x, mean, residual, inv_std, weight, training, geometry: Geometry,
+    ddy, ddx, ddweight,
+):  # fmt: skip
+    """Gradients of `backward` with respect to dy, x and weight into `ddy`, `ddx`, `ddweight`.
+
+    Each of gdx, gdweight, gdbias, residual, weight may be None; absent gradients are 0, an absent
+    weight is 1. In training mean and inv_std are those of x. Statistics are of single groups, or
+    of rows in which every element is one.
+    """
+    dtype = statistics_dtype(x.dtype)
+    residual = NONE[dtype] if residual is None else residual
+    ddweight = flat(ddweight)
+    arrays: list[Any] = [flat(array) for array in (dy, x, ddy, ddx)]
+    arrays.insert(0, None if gdx is None else flat(gdx))
+    streaming = x.nbytes >= STREAMING_BYTES
+    nbytes = 5 * x.nbytes
+    if geometry.batch > 1 or geometry.members > 1:
+        parameters = [
+            row_parameter(array, dtype, geometry, absent)
+            for array, absent in ((weight, 1.0), (gdweight, 0.0), (gdbias, 0.0))
+        ]
+        _of_rows(arrays, mean, residual, inv_std, parameters, geometry, ddweight, streaming)
+        return
+    parameters = [parameter(array, dtype) for array in (weight, gdweight, gdbias)]
+    given = (mean, residual, inv_std, *parameters)
+    fused = _fused(geometry, x.itemsize, get_num_threads()) if training else None
+    if fused is not None:
+        kernel, tasks, last = fused
+        run(kernel, tasks, nbytes, *arrays, *given, ddweight, streaming, *last)
+        return
+    cut = plan(geometry, x.itemsize, 3 if training else 0)
+    assert not isinstance(cut, Rows)
+    last = (*_extents(cut, geometry), *cut.arguments)
+    partials = np.empty((geometry.group, cut.parts, 5))
+    outputs = [output[:0] if training else output for output in arrays[3:]]
+    run(
+        _REDUCE[type(cut)], cut.tasks, nbytes, *arrays[:3], *outputs, *given, partials, streaming,
+        *last,
+    )  # fmt: skip
+    sums, count = np.empty((geometry.group, 5)), float(geometry.count)
+    _finish_sums(partials, training, residual, inv_std, count, sums, ddweight)
+    if training:
+        run(_TRANSFORM[type(cut)], cut.tasks, nbytes, *arrays, *given, sums, streaming, *last)
+
+
+def _of_rows(arrays, mean, residual, inv_std, parameters, geometry: Geometry, ddweight, streaming):
+    cut = rows_plan(geometry, arrays[2].itemsize, 3)
+    extents = row_extents(geometry)
+    nbytes = 5 * arrays[2].nbytes
+    length = extents[2]
+    given = (mean, residual, inv_std, *parameters)
+    if cut.resident:
+        partials = np.empty((cut.blocks, 1, length), mean.dtype)
+        run(
+            _double_backward_rows, cut.resident_tasks, nbytes, *arrays, *given, partials,
+            streaming, *extents, *cut.arguments,
+        )  # fmt: skip
+    else:
+        partials = np.empty((1, 1, length), mean.dtype)
+        sums = np.empty((geometry.statistics, cut.pieces, 7))
+        run(
+            _reduce_rows, cut.tasks, nbytes, *arrays[:3], mean, *parameters[:2], sums,
+            *extents, *cut.arguments,
+        )  # fmt: skip
+        run(
+            _transform_rows, cut.pieces, nbytes, *arrays, *given, sums, partials, streaming,
+            *extents, *cut.arguments,
+        )  # fmt: skip
+    if ddweight.size:
+        chunk = 1024
+        run(
+            add_up_blocks, -(-geometry.parameters // chunk), partials.nbytes, partials,
+            geometry.inner, ddweight, NONE[mean.dtype], chunk,
+        )  # fmt: skip
