@@ -117,7 +117,7 @@ CLUSTER_KERNEL double_backward(const DoubleArguments a) {
 
 // The sums of every channel, or row, from those of its parts, and, of channels, ddweight: one
 // warp for each.
-KERNEL double_finish(const DoubleArguments a) {
+KERNEL finish_double_sums(const DoubleArguments a) {
     const Offset group = static_cast<Offset>(a.geometry.group);
     const Offset channel = static_cast<Offset>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (channel >= static_cast<Offset>(a.geometry.batch) * group) return;

@@ -35,6 +35,7 @@ settings.load_profile("cunorm")
 EVERYWHERE = {
     "test_batch_norm.py",
     "test_conv_batch_norm.py",
+    "test_double_backward.py",
     "test_errors.py",
     "test_fold_batch_norm.py",
     "test_gradients.py",

@@ -171,25 +171,40 @@ def accesses(code):
     return counts
 
 
-FILES = {1: ("statistics.cu", "transform.cu"), 2: ("backward.cu", "rows.cu")}  # by operands
+#: By operands.
+FILES = {
+    1: ("statistics.cu", "transform.cu"),
+    2: ("backward.cu", "rows.cu"),
+    3: ("double_backward.cu", "double_rows.cu"),
+}
+
+#: For double backward passes, which take long to compile; groups of channels have none.
+DOUBLE = [
+    "runs, warp", "runs, block", "runs, cluster", "runs, unaligned", "columns, block",
+    "columns, narrow", "rows, part of a warp", "rows, block", "rows, cluster", "rows, stream",
+]  # fmt: skip
 
 
 def files_of(layout, operands):
     """The files of kernels that a layout has a use for of its own."""
+    if operands == 3 and layout not in DOUBLE:
+        return []
     if not layout.startswith("rows"):
-        return [file for file in FILES[operands] if file != "rows.cu"]
+        return [file for file in FILES[operands] if not file.endswith("rows.cu")]
     if layout == "rows, stream":
         return FILES[operands]
-    return ("transform.cu",) if operands == 1 else ("rows.cu",)
+    return [file for file in FILES[operands] if file not in ("statistics.cu", "backward.cu",
+                                                             "double_backward.cu")]  # fmt: skip
 
 
 def main():
     """Markdown: registers of every kernel for an architecture (90 if none is given)."""
     architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     names = ("moments", "transform", "normalize", "reduce", "input_gradient", "backward",
-             "backward_rows")  # fmt: skip
+             "backward_rows", "double_reduce", "double_transform", "double_backward",
+             "double_backward_rows")  # fmt: skip
     print(f"sm_{architecture}, NVRTC 13: registers for float16, bfloat16, float32, float64\n")
-    print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * 8}|")
+    print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * (1 + len(names))}|")
     spills = 0
     for layout in LAYOUTS:
         registers = {name: [] for name in names}

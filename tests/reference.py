@@ -149,3 +149,39 @@ def backward(dy, x, weight=None, *, mean=None, var=None, eps=1e-5, channel_axis=
         inner = inner - offset - normalized * product
     dx = (inner * spread(result.inv_std)).reshape(shape)
     return Backward(dx, norm.of_parameters(dy * normalized), norm.of_parameters(dy))
+
+
+class DoubleBackward(NamedTuple):
+    ddy: np.ndarray
+    ddx: np.ndarray
+    ddweight: np.ndarray
+
+
+def double_backward(
+    gdx, gdweight, gdbias, dy, x, weight=None, *, mean=None, var=None, eps=1e-5, norm
+):
+    """Gradients of `backward` with respect to dy, x and weight, of upstream ones or None."""
+    result = forward(x, mean=mean, var=var, eps=eps, norm=norm)
+    v, r = result.normalized.reshape(norm.split), norm.per_statistic(result.inv_std)
+    g, dy = (
+        np.zeros(norm.split) if a is None else np.asarray(a).astype(np.float64).reshape(norm.split)
+        for a in (gdx, dy)
+    )
+    w, gw = norm.per_parameter(weight, 1.0), norm.per_parameter(gdweight, 0.0)
+    h, k = w * dy, gw * dy
+
+    def average(values):
+        return norm.per_statistic(norm.of_statistics(values) / norm.count)
+
+    if not result.own:
+        u, ddx = r * g, r * k
+    else:
+        gv, hv, kv = average(g * v), average(h * v), average(k * v)
+        g_c, h_c = g - average(g), h - average(h)
+        u = r * (g_c - v * gv)
+        ddx = r**2 * (v * (3 * gv * hv - average(g_c * h_c)) - hv * g_c - gv * h_c)
+        ddx += r * (k - average(k) - v * kv)
+    ddy = w * u + gw * v + norm.per_parameter(gdbias, 0.0)
+    return DoubleBackward(
+        ddy.reshape(np.shape(x)), ddx.reshape(np.shape(x)), norm.of_parameters(dy * u)
+    )

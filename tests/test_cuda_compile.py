@@ -56,7 +56,7 @@ def test_no_warnings_and_no_spills(architecture):
     for layout, dtype, file, _, made in compile_all(architecture, layouts, nvrtc.DTYPES):
         check(made, layout, dtype, file)
         names |= set(made.kernels)
-    assert len(names) == 13
+    assert len(names) == 18
 
 
 @pytest.mark.parametrize("architecture", [75, 90, 120])
@@ -84,17 +84,20 @@ def test_machine_code(layout, architecture):
     for _, dtype, file, options, made in compile_all(architecture, [layout], nvrtc.DTYPES[:3]):
         o = dict(option[2:].split("=") for option in options)
         tile = int(o["TILE"])
-        assert int(o["WIDTH"]) * dtype.itemsize == 16
+        double = file.startswith("double")
+        narrow = double and layout.startswith("columns") and dtype.itemsize == 2  # for registers
+        bits = 64 if narrow else 128
+        assert int(o["WIDTH"]) * dtype.itemsize * 8 == bits
         for name, code in nvrtc.disassemble(made.cubin).items():
             counts = nvrtc.accesses(code)
             what = f"{name}, {dtype}: {counts}"
             assert not {"LDL", "STL"} & set(counts), what
             if name.startswith("finish") or name in ("update_running", "share_sums", "add_up"):
                 continue
-            inputs = 2 if file in ("backward.cu", "rows.cu") else 1
-            assert counts.get("LDG.128", 0) >= tile * inputs, what
+            inputs = 3 if double else 2 if file in ("backward.cu", "rows.cu") else 1
+            assert counts.get(f"LDG.{bits}", 0) >= tile * inputs, what
             if name != "moments":
-                assert counts.get("STG.128", 0) >= tile, what
+                assert counts.get(f"STG.{bits}", 0) >= tile * (2 if double else 1), what
 
 
 def test_clusters():
@@ -103,6 +106,8 @@ def test_clusters():
         ("transform.cu", "normalize", 1, "runs, cluster"),
         ("backward.cu", "backward", 2, "runs, cluster"),
         ("rows.cu", "backward_rows", 2, "rows, cluster"),
+        ("double_backward.cu", "double_backward", 3, "runs, cluster"),
+        ("double_rows.cu", "double_backward_rows", 3, "rows, cluster"),
     ):
         options = nvrtc.specialization(layout, nvrtc.DTYPES[2], operands, 90)
         made = nvrtc.compile_kernels(file, options, 90)

@@ -11,6 +11,7 @@ import tolerances
 from cases import check, group, instance, layer, operands, rms, scale_shift
 from cases import check_forward as check_forward_of
 from test_batch_norm import check_backward, check_forward
+from test_double_backward import check_batch_norm, check_layer_norm
 from tolerances import assert_within
 
 import cunorm
@@ -224,6 +225,40 @@ def test_running_statistics_of_every_type(rng, force, name, shape):
         np.testing.assert_array_equal(
             saved.mean, mean.astype(np.float64 if dtype == np.float64 else np.float32)
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(("name", "cases"), CASES, ids=[name for name, _ in CASES])
+def test_double_backward_by_candidate(rng, force, monkeypatch, name, cases, dtype):
+    force(name)
+    # three inputs are too much for some
+    monkeypatch.setattr(launch, "CANDIDATES", (*launch.CANDIDATES, launch._stream))
+    made = plans(monkeypatch)
+    for shape, axis in cases:
+        check_batch_norm(rng, shape, axis, dtype)
+        check_batch_norm(rng, shape, axis, dtype, training=False)
+    assert any(plan.name == name for plan in made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("name", ["warp", "block", "cluster", "whole_block", "stream"])
+def test_double_backward_of_rows_by_candidate(rng, force, monkeypatch, name, dtype):
+    force(name)
+    made = plans(monkeypatch)
+    shapes = [(20, 96), (7, 33)] if name == "warp" else [(9, 1200), (5, 700), (3, 1501)]
+    for shape in shapes:
+        check_layer_norm(rng, shape, -1, dtype)
+    assert any(plan.name == name and plan.rows for plan in made)
+
+
+@pytest.mark.parametrize("name", ["block", "stream"])
+def test_double_backward_with_wide_offsets(rng, force, monkeypatch, name):
+    force(name, wide=True)
+    made = plans(monkeypatch)
+    check_batch_norm(rng, (7, 6, 9, 3), 1, np.float32)
+    check_batch_norm(rng, (60, 40), -1, np.float32)
+    check_layer_norm(rng, (9, 1200), -1, np.float32)
+    assert all("-DWIDE=1" in plan.options for plan in made)
 
 
 def test_parameters_of_every_type(rng):

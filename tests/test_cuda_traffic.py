@@ -151,3 +151,48 @@ def test_passes_of_norms(rng, on_backend, only, case, plan, shape, passes, dtype
     # Partial gradients, written and read again: two numbers a parameter and block of samples.
     number = weight.size * np.dtype(weight.dtype).itemsize
     assert on_backend.traffic[3] <= 16 * shape[0] * number + 64 * on_backend.blocks
+
+
+#: Passes (read, written) of a double backward pass: with gdx, without, and with given statistics.
+DOUBLE = {
+    "warp": ((3, 2), (2, 2), (3, 2)),
+    "block": ((3, 2), (2, 2), None),
+    "cluster": ((3, 2), (2, 2), None),
+    "stream": ((6, 2), (4, 2), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("plan", list(DOUBLE))
+@pytest.mark.parametrize("norm", ["runs", "columns", "rows"])
+def test_passes_of_double_backward(rng, on_backend, only, norm, plan, dtype):
+    if on_backend is None:
+        pytest.skip("accesses are counted where the kernels are executed on the CPU")
+    shapes = {"runs": ((4, 3, 20, 20), 1), "columns": ((120, 64), -1), "rows": ((9, 1200), -1)}
+    shape, axis = shapes[norm]
+    if plan == "warp":
+        if norm == "columns":
+            pytest.skip("columns are never taken by warps")
+        shape = {"runs": (2, 40, 8, 6), "rows": (20, 96)}[norm]
+    only(plan)
+    x, dy, gdx = rng.standard_normal((3, *shape)).astype(dtype)
+    number = shape[axis]
+    vector, running = np.ones(number, dtype), (np.zeros(number, dtype), np.ones(number, dtype))
+    if norm == "rows":
+        calls = [cunorm.layer_norm_forward(x)[1]] * 2
+        function = cunorm.layer_norm_double_backward
+    else:
+        calls = [cunorm.batch_norm_forward(x, channel_axis=axis)[1]] * 2
+        _, given = cunorm.batch_norm_forward(
+            x, None, None, *running, training=False, channel_axis=axis
+        )
+        calls += [given] if DOUBLE[plan][2] else []
+        function = cunorm.batch_norm_double_backward
+    for i, saved in enumerate(calls):
+        upstream = None if i == 1 else gdx
+        with on_backend.watching(x, dy, gdx):
+            function(upstream, vector, vector, dy, x, saved, vector)
+        read, _, _, others = on_backend.traffic.astype(int).tolist()
+        assert read == DOUBLE[plan][i][0] * x.nbytes
+        # The outputs are new arrays: what is written beyond them is of channels and parts.
+        assert 0 <= others - DOUBLE[plan][i][1] * x.nbytes <= 64 * on_backend.blocks * number

@@ -40,6 +40,7 @@ PUBLIC = {
     "batch_norm_backward",
     "batch_norm_backward_reduce",
     "batch_norm_backward_transform",
+    "batch_norm_double_backward",
     "batch_norm_forward",
     "batch_norm_statistics",
     "batch_norm_transform",
@@ -53,6 +54,7 @@ PUBLIC = {
     "instance_norm_forward",
     "is_available",
     "layer_norm_backward",
+    "layer_norm_double_backward",
     "layer_norm_forward",
     "merge_moments",
     "rms_norm_backward",
@@ -70,6 +72,8 @@ SIGNATURES = {
     "channel_axis=1, out=None)",
     "batch_norm_backward": "(dy, x, saved, weight=None, *, output_mask=(True, True, True), "
     "out=None)",
+    "batch_norm_double_backward": "(gdx, gdweight, gdbias, dy, x, saved, weight=None)",
+    "layer_norm_double_backward": "(gdx, gdweight, gdbias, dy, x, saved, weight=None)",
     "batch_norm_statistics": "(x, *, channel_axis=1, dtype=None)",
     "merge_moments": "(moments)",
     "batch_norm_transform": "(x, mean, inv_std, weight=None, bias=None, *, channel_axis=1, "

@@ -23,7 +23,7 @@ what rounding takes from the mean and make up for it.
 from __future__ import annotations
 
 import numpy as np
-from reference import Backward, Forward
+from reference import Backward, DoubleBackward, Forward
 
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 5e-324}
@@ -110,6 +110,51 @@ def backward_bounds(gradients: Backward, result: Forward, dy, weight, count, dty
         bound = bound + 2 * (g + offset) * (norm.centered + normalized) * spread(total)
     dx = (spread(result.inv_std) * bound).reshape(gradients.dx.shape)
     return Backward(dx + _rounded(gradients.dx, dtype), dweight, dbias)
+
+
+def double_backward_bounds(
+    gradients: DoubleBackward, result: Forward, gdx, gdweight, gdbias, dy, weight, count, dtype
+):
+    """Of ddy, ddx and ddweight.
+
+    Every term is a product of at most three numbers with errors: inv_std^2, of 4 * g; a mean of
+    products with normalized values, of 2 * g of the mean of their absolute values, in which a
+    normalized value counts one more for the error of the mean; and another such number. A few
+    roundings added, 10 * g is no less.
+    """
+    norm, spread = result.norm, result.norm.per_statistic
+    own = result.own
+    v = np.abs(result.normalized).reshape(norm.split) + 1.0
+    r = spread(result.inv_std)
+    g, dy = (
+        np.zeros(norm.split) if a is None else np.abs(np.asarray(a).astype(np.float64))
+        for a in (gdx, dy)
+    )
+    g, dy = g.reshape(norm.split), dy.reshape(norm.split)
+    w, gw = np.abs(norm.per_parameter(weight, 1.0)), np.abs(norm.per_parameter(gdweight, 0.0))
+    h, k = w * dy, gw * dy
+
+    def average(values):
+        return spread(norm.of_statistics(values) / max(count, 1))
+
+    u, ddx = r * g, r * k
+    if own:
+        gv, hv, kv = average(g * v), average(h * v), average(k * v)
+        u = r * (g + average(g) + v * gv)
+        ddx = r**2 * (v * (3 * gv * hv + average(g * h) + average(g) * average(h)))
+        ddx = ddx + r**2 * (hv * (g + average(g)) + gv * (h + average(h)))
+        ddx = ddx + r * (k + average(k) + v * kv)
+    error = 10 * (gamma(count, dtype) + spread(_offset(result, dtype)))
+    b = np.abs(norm.per_parameter(gdbias, 0.0))
+    ddy = error * (w * u + gw * v + b)
+    terms = dy.size // max(gradients.ddweight.size, 1)
+    ddweight = norm.of_parameters((error + gamma(terms, dtype)) * dy * u)
+    shape = gradients.ddx.shape
+    return DoubleBackward(
+        ddy.reshape(shape) + _rounded(gradients.ddy, dtype),
+        (error * ddx).reshape(shape) + _rounded(gradients.ddx, dtype),
+        ddweight + SMALLEST["float32"],
+    )
 
 
 def assert_within(actual, expected, bound, what):

@@ -1,7 +1,7 @@
 """Gradients of what `backward` computes.
 
 In one sweep where the plan is resident, or where the statistics are given, else in two:
-`double_reduce` and `double_finish` make the sums, `double_transform` the outputs.
+`double_reduce` and `finish_double_sums` make the sums, `double_transform` the outputs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def double_backward(
         reduce = plan._replace(blocks=channels * plan.parts) if plan.rows else plan
         launch_cut("double_backward.cu", "double_reduce", reduce, arguments(partials, sums))
         launch_channels(
-            "double_backward.cu", "double_finish", plan, plan.threads // 32, channels,
+            "double_backward.cu", "finish_double_sums", plan, plan.threads // 32, channels,
             arguments(partials, sums) + plan.packed,
         )  # fmt: skip
         if training:

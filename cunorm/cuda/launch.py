@@ -466,6 +466,8 @@ def _problem(
 ) -> _Problem:
     geometry, span = _canonical(geometry)
     access = _access(geometry, dtype.itemsize, lie, span > 0)
+    if operands == 3 and geometry.inner == 1:  # five sums of a column take ten registers
+        access = access._replace(width=min(access.width, 4))
     return _Problem(geometry, span, dtype.name, dtype.itemsize, operands, access, device)
 
 
