@@ -42,6 +42,7 @@ def apart(x, conv_weight, weight, bias, mean, var, options, **norm):
     return y, backward
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
@@ -142,6 +143,7 @@ class Recording(cunorm.MatmulConvolution):
         return result
 
 
+@pytest.mark.numpy
 def test_in_place(rng):
     """y lies in the convolution's result, and so does the gradient with respect to that."""
     shape = SHAPES[1]
@@ -161,6 +163,7 @@ def test_in_place(rng):
     np.testing.assert_array_equal(convolution.results[1], dz)
 
 
+@pytest.mark.numpy
 def test_constants_need_no_second_convolution(rng):
     """Given statistics and no gradient of weight: dy alone makes the gradients."""
     shape = SHAPES[1]
@@ -248,6 +251,7 @@ def network(rng, seed=7, **options):
     return layer, rng.standard_normal((3, 4, 7, 6)) + 1
 
 
+@pytest.mark.numpy
 def test_layer(rng):
     layer, x = network(rng)
     options = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
@@ -366,6 +370,7 @@ class Odd(cunorm.MatmulConvolution):
         setattr(self, name, lambda *arguments, **options: change(function(*arguments, **options)))
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
@@ -453,6 +458,7 @@ def test_errors(bad, error, message):
     assert all((array == 1).all() for array in (X, WEIGHT, *running.values()))
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
@@ -526,6 +532,7 @@ class Reusing(cunorm.MatmulConvolution):
         return self.result
 
 
+@pytest.mark.numpy
 def test_result_that_is_dy():
     y, saved = cunorm.conv_batch_norm_forward(X, WEIGHT, convolution=Reusing())
     with pytest.raises(ValueError, match=r"convolution.forward: expected memory of its own"):
@@ -538,6 +545,7 @@ def test_bad_rng(rng):
         cunorm.ConvBatchNorm(3, 5, 3, rng=rng)
 
 
+@pytest.mark.numpy
 def test_floating_point_errors(rng):
     """Numbers that overflow or underflow are no exceptions, whatever NumPy is told."""
     tiny = (rng.standard_normal((4, 5, 6, 6)) * 1e-4).astype(np.float16)
@@ -553,6 +561,7 @@ def test_floating_point_errors(rng):
         cunorm.conv_batch_norm_backward(y, x.astype(np.float32), wide, saved)
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("lie", ["fortran", "last", "broadcast", "gaps"])
 def test_order_of_dy(rng, lie, training):

@@ -211,3 +211,63 @@ def test_synchronized_over_nccl(cupy, rng):
         for a, b in zip(found, expected, strict=True):
             cupy.testing.assert_allclose(a, b, atol=1e-6)
         cupy.testing.assert_allclose(layer.running_var, alone.running_var, rtol=1e-6)
+
+
+def test_convolution_and_batch_norm(cupy, rng):
+    """On CuPy arrays: the two in turn, to the bit, and the numbers of NumPy's."""
+    host = [
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in [(3, 4, 9, 8), (6, 2, 3, 3), (6,), (6,), (3, 6, 9, 8)]
+    ]
+    x, conv_weight, weight, bias, dy = map(cupy.asarray, host)
+    convolution = cunorm.MatmulConvolution(1 << 14)
+    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 2}
+    y, saved = cunorm.conv_batch_norm_forward(
+        x, conv_weight, weight, bias, convolution=convolution, **options
+    )
+    gradients = cunorm.conv_batch_norm_backward(dy, x, conv_weight, saved, weight)
+    z = convolution.forward(x, conv_weight, **options)
+    expected, norm = cunorm.batch_norm_forward(z, weight, bias)
+    dz, *others = cunorm.batch_norm_backward(dy, z, norm, weight)
+    dx = convolution.backward_input(dz, conv_weight, x, **options)
+    dconv_weight = convolution.backward_weight(dz, x, conv_weight, **options)
+    for actual, other in zip((y, *gradients), (expected, dx, dconv_weight, *others), strict=True):
+        assert isinstance(actual, cupy.ndarray)
+        np.testing.assert_array_equal(actual.get(), other.get())
+    on_cpu = convolution.forward(host[0], host[1], **options)
+    np.testing.assert_allclose(z.get(), on_cpu, atol=1e-5)
+
+
+def test_conv_batch_norm_layer(cupy, rng):
+    """Moved to the GPU it computes what it does on the CPU."""
+    x = rng.standard_normal((8, 4, 9, 8)).astype(np.float32)
+    layer = cunorm.ConvBatchNorm(4, 6, 3, padding=1, rng=0)
+    y = layer(x)
+    dx = layer.backward(y)
+    moved = cunorm.ConvBatchNorm(4, 6, 3, padding=1, rng=0).to("cuda")
+    other = moved(cupy.asarray(x))
+    np.testing.assert_allclose(other.get(), y, atol=1e-4)
+    np.testing.assert_allclose(moved.backward(other).get(), dx, atol=1e-3)
+    weight, bias = moved.fold_into(moved.conv_weight)
+    assert isinstance(weight, cupy.ndarray)
+    assert isinstance(bias, cupy.ndarray)
+
+
+def test_cudnn(cupy, rng):
+    """The two convolutions agree, where cuDNN's front end is installed."""
+    pytest.importorskip("cudnn")
+    options = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 1), "groups": 2}
+    for dtype, tolerance in ((np.float16, 2e-2), (np.float32, 1e-4), (np.float64, 1e-10)):
+        x = cupy.asarray(rng.standard_normal((4, 8, 20, 18)).astype(dtype))
+        weight = cupy.asarray(rng.standard_normal((16, 4, 3, 3)).astype(dtype))
+        found = []
+        for convolution in (cunorm.MatmulConvolution(), cunorm.CudnnConvolution()):
+            y = convolution.forward(x, weight, **options)
+            dx = convolution.backward_input(y, weight, x, **options)
+            found.append((y, dx, convolution.backward_weight(y, x, weight, **options)))
+        for actual, expected in zip(*found, strict=True):
+            scale = float(abs(expected).max())
+            np.testing.assert_allclose(
+                actual.get().astype(np.float64), expected.get().astype(np.float64),
+                atol=tolerance * scale,
+            )  # fmt: skip
