@@ -20,34 +20,7 @@
 constexpr int SUMS = SPANS ? 7 : 5;
 enum { OF_G, OF_GX, OF_H, OF_HX, OF_GH, OF_K, OF_KX };
 
-struct DoubleSums {
-    double of[SUMS];
-
-    __device__ void merge(const DoubleSums& other) {
-        #pragma unroll
-        for (int i = 0; i < SUMS; ++i) of[i] += other.of[i];
-    }
-
-    __device__ DoubleSums down(int offset, int width) const {
-        DoubleSums result;
-        #pragma unroll
-        for (int i = 0; i < SUMS; ++i)
-            result.of[i] = __shfl_down_sync(ALL_LANES, of[i], offset, width);
-        return result;
-    }
-
-    __device__ static DoubleSums read(const double* partials, Offset i) {
-        DoubleSums result;
-        #pragma unroll
-        for (int j = 0; j < SUMS; ++j) result.of[j] = ::read(partials + SUMS * i + j);
-        return result;
-    }
-
-    __device__ void write(double* partials, Offset i) const {
-        #pragma unroll
-        for (int j = 0; j < SUMS; ++j) ::write(partials + SUMS * i + j, of[j]);
-    }
-};
+using DoubleSums = Totals<SUMS>;
 
 // Of a channel: ddy = g * e + (xmu * f + s), ddx = g * a + (dy * f + (xmu * c + d)). Of a row:
 // u = g * e + (xmu * f + s), and weights and gw multiply what they belong to.

@@ -4,23 +4,6 @@
 
 #include "reduce.cuh"
 
-template <int PLANES> struct Totals {
-    double value[PLANES];
-
-    __device__ void merge(const Totals& other) {
-        #pragma unroll
-        for (int k = 0; k < PLANES; ++k) value[k] += other.value[k];
-    }
-
-    __device__ Totals down(int offset, int width) const {
-        Totals result;
-        #pragma unroll
-        for (int k = 0; k < PLANES; ++k)
-            result.value[k] = __shfl_down_sync(ALL_LANES, value[k], offset, width);
-        return result;
-    }
-};
-
 // What threads keep: PLANES numbers for each of their elements, in planes of one number a thread,
 // so that neighbouring threads are neighbours in shared memory.
 template <int PLANES> struct Kept {
@@ -43,7 +26,7 @@ template <int PLANES> struct Kept {
         Totals<PLANES> totals = {};
         for (int thread = access % GROUP; thread < THREADS; thread += GROUP) {
             #pragma unroll
-            for (int k = 0; k < PLANES; ++k) totals.value[k] += at(k, slot, lane, thread);
+            for (int k = 0; k < PLANES; ++k) totals.of[k] += at(k, slot, lane, thread);
         }
         return totals;
     }
@@ -87,6 +70,6 @@ template <int PLANES> struct Kept {
     ) {
         #pragma unroll
         for (int k = 0; k < PLANES; ++k)
-            write(target + k * pitch, static_cast<Accumulator>(totals.value[k]));
+            write(target + k * pitch, static_cast<Accumulator>(totals.of[k]));
     }
 };

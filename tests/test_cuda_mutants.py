@@ -189,13 +189,13 @@ MUTANTS = {
     ),
     "lost barrier before gradients are gathered": (
         "test_candidate_of_norms and block and layer",
-        "rows.cu",
-        "    __syncthreads();\n    // The elements",
-        "    // The elements",
+        "kept.cuh",
+        "        __syncthreads();\n        // The elements",
+        "        // The elements",
     ),
     "gradients of the first group of threads alone": (
         "test_candidate_of_norms and warp",
-        "rows.cu",
+        "kept.cuh",
         "thread < THREADS; thread += GROUP",
         "thread < GROUP; thread += GROUP",
     ),
@@ -210,6 +210,30 @@ MUTANTS = {
         "backward.cu",
         "for (int other = 1; other < WARPS; ++other)",
         "for (int other = 2; other < WARPS; ++other)",
+    ),
+    "a factor of a double backward pass": (
+        "test_double_backward_by_candidate and block",
+        "double_gradients.cuh",
+        "3.0 * mean_gv * mean_hv",
+        "2.0 * mean_gv * mean_hv",
+    ),
+    "tiles of three inputs kept in one place": (
+        "test_double_backward_by_candidate and block",
+        "double_backward.cu",
+        "in.put(shelf, n)",
+        "in.put(shelf, 0)",
+    ),
+    "second gradients of one tile for all": (
+        "test_double_backward_of_rows and block",
+        "double_rows.cu",
+        "n * TILE + i, lane",
+        "i, lane",
+    ),
+    "lost barrier between rows": (
+        "test_double_backward_of_rows and stream",
+        "double_rows.cu",
+        "if (GROUP == THREADS) __syncthreads();",
+        "",
     ),
     "statistics about the mean after all": (
         "test_candidate_of_norms and RMS",
