@@ -34,7 +34,7 @@ class Convolution(Protocol):
 
     Arrays are NumPy's or, on a GPU, CuPy's, whatever the caller's own; x has shape
     (N, C, H, W), weight (O, C / groups, K, L). `stride`, `padding` and `dilation` are pairs,
-    for H and W. Each result is an array of its own, which is overwritten later, in the dtype
+    for H and W. Each result is a new array, which is overwritten later, in the dtype
     and, if y is to have it, memory order of x (`backward_weight`: in the dtype of weight). The
     same arguments give the same bits every time.
     """

@@ -32,7 +32,8 @@ from train_digits import (
 
 import cunorm
 
-# Windows of whole batches, the default, would hide the rest.
+# Tiles of up to 64 MiB, the default, would be larger than all else in so small a network, and
+# the peak that of the convolutions alone.
 CONVOLUTION = cunorm.MatmulConvolution(workspace_limit=1 << 20)
 OPTIONS = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 
@@ -146,8 +147,10 @@ def train(layers, images, labels, steps, batch_size):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--batch-size", type=int, default=128, choices=range(2, 1025), metavar="2..1024"
+    )
+    parser.add_argument("--steps", type=int, default=10, choices=range(1, 101), metavar="1..100")
     options = parser.parse_args()
     (images, _), (labels, _) = digits(np.random.default_rng(0))
     found = {

@@ -22,14 +22,15 @@ enum { OF_G, OF_GX, OF_H, OF_HX, OF_GH, OF_K, OF_KX };
 
 using DoubleSums = Totals<SUMS>;
 
-// Of a channel: ddy = g * e + (xmu * f + s), ddx = g * a + (dy * f + (xmu * c + d)). Of a row:
-// u = g * e + (xmu * f + s), and weights and gw multiply what they belong to.
+// Of a channel: ddy = g * e + (xmu * f + s), ddx = g * a + (dy * f + (xmu * r * c + d)). Of a row:
+// u = g * e + (xmu * f + s), with e = r, and weights and gw multiply what they belong to.
 struct DoubleCoefficients {
-    Accumulator mean, e, f, s, a, c, d, low;
+    Accumulator mean, e, f, s, a, c, d;
+    Accumulator more;  // of a channel r, of a row what rounding took from the mean, times r
 
     __device__ DoubleCoefficients from_lane_0() const {
         return {lane_0(mean), lane_0(e), lane_0(f), lane_0(s),
-                lane_0(a), lane_0(c), lane_0(d), lane_0(low)};
+                lane_0(a), lane_0(c), lane_0(d), lane_0(more)};
     }
 
   private:
@@ -55,7 +56,7 @@ struct DoubleArguments {
 };
 
 // What the elements of a statistic share: u = g * r + xmu * q + t, and of ddx the factors a of g
-// and c of xmu, and d.
+// and c of xmu * r, and d.
 struct Shares {
     double q, t, a, c, d;
 };
@@ -74,9 +75,9 @@ __device__ inline Shares shares(
     s.q = -(r * r) * mean_gv;
     s.a = -(r * r) * mean_hv;
     const double together = gh / n - mean_g * mean_h - 3.0 * mean_gv * mean_hv;
-    s.c = -r * (r * r * together + r * mean_kv);
+    s.c = -(r * r * together + r * mean_kv);  // times r it might overflow
     s.t = -r * mean_g - times_residual(low, s.q);
-    s.d = -s.a * mean_g - s.q * mean_h - r * (k / n) - times_residual(low, s.c);
+    s.d = -s.a * mean_g - s.q * mean_h - r * (k / n) - times_residual(low, r * s.c);
     return s;
 }
 
@@ -106,7 +107,7 @@ __device__ inline DoubleCoefficients combine(
     return {mean_of(a, channel), static_cast<Accumulator>(e), static_cast<Accumulator>(f),
             static_cast<Accumulator>(shift), static_cast<Accumulator>(s.a),
             static_cast<Accumulator>(s.c), static_cast<Accumulator>(s.d),
-            static_cast<Accumulator>(times_residual(low, r))};
+            static_cast<Accumulator>(SPANS ? times_residual(low, r) : r)};
 }
 
 // The elements of a tile of all three inputs.
@@ -205,14 +206,15 @@ template <class Keep> __device__ inline void outputs_of_tile(
             const Accumulator u = g * c.e + (xmu * c.f + c.s);
 #if SPANS
             const Accumulator w = weights.weight[lane], gw = weights.gweight[lane];
-            ddy.lane[lane] = narrow(w * u + (gw * (xmu * c.e - c.low) + gbias[lane]));
+            ddy.lane[lane] = narrow(w * u + (gw * (xmu * c.e - c.more) + gbias[lane]));
             const Accumulator of_dy = w * c.f + gw * c.e;
             if (tile.access[i].valid) keep(i, lane, dy * u);
+            const Accumulator r = c.e;
 #else
             ddy.lane[lane] = narrow(u);
-            const Accumulator of_dy = c.f;
+            const Accumulator of_dy = c.f, r = c.more;
 #endif
-            ddx.lane[lane] = narrow(g * c.a + (dy * of_dy + (xmu * c.c + c.d)));
+            ddx.lane[lane] = narrow(g * c.a + (dy * of_dy + (xmu * r * c.c + c.d)));
         }
         tile.access[i].store(a.ddy, ddy);
         tile.access[i].store(a.ddx, ddx);

@@ -115,7 +115,7 @@ def threads():
 
 
 def _cut_for_cpu(monkeypatch, resident):
-    from cunorm.cpu import backward, plan, pool, transform
+    from cunorm.cpu import backward, double_backward, plan, pool, transform
 
     size = 1 << 40 if resident else 0
     for name, value in {
@@ -135,7 +135,7 @@ def _cut_for_cpu(monkeypatch, resident):
     for name in ("_BYTES_PER_LISTENER", "_BYTES_PER_SLEEPER"):
         assert hasattr(pool, name), name
         monkeypatch.setattr(pool, name, 64)
-    for module in (transform, backward):
+    for module in (transform, backward, double_backward):
         monkeypatch.setattr(module, "STREAMING_BYTES", 0)
 
 
@@ -153,11 +153,11 @@ def small_pieces(monkeypatch, backend):
 
     Called with what to change: `resident` whether channels stay near the cache.
     """
-    from cunorm.cpu import backward, plan, transform
+    from cunorm.cpu import backward, double_backward, plan, transform
     from cunorm.cuda import launch
 
     caches = [launch.plan, launch.sweep]
-    for module in (plan, transform, backward):
+    for module in (plan, transform, backward, double_backward):
         caches += [f for f in vars(module).values() if hasattr(f, "cache_clear")]
 
     def cut(resident: bool) -> None:

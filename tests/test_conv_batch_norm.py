@@ -285,7 +285,7 @@ def test_layer(rng):
     norm.eval()
     z = convolution.forward(x, layer.conv_weight, **options)
     np.testing.assert_array_equal(layer(x), norm(z))
-    weight, bias = layer.fold_into(layer.conv_weight)
+    weight, bias = layer.fold_into()
     folded = convolution.forward(x, weight, **options) + bias[:, None, None]
     np.testing.assert_allclose(folded, layer(x), rtol=1e-12, atol=1e-12)
 
@@ -396,7 +396,7 @@ class Odd(cunorm.MatmulConvolution):
         ({"stride": (1, 2, 3)}, ValueError, "stride: expected an integer or two of them"),
         ({"stride": 1.0}, TypeError, "stride: expected an integer, got 1.0"),
         ({"padding": -1}, ValueError, "padding: expected 0 to"),
-        ({"padding": "same"}, TypeError, "padding: expected an integer, got 'same'"),
+        ({"padding": "same"}, TypeError, "padding: expected an integer or two of them, got 'same'"),
         ({"dilation": (1, 0)}, ValueError, "dilation: expected 1 to"),
         ({"dilation": 4}, ValueError, r"x: expected an image that the window of conv_weight"),
         ({"x": X[:1, :, :3, :3]}, ValueError, "x: expected a convolution with more than 1 value"),
@@ -421,9 +421,9 @@ class Odd(cunorm.MatmulConvolution):
         ),
         (
             {"convolution": types.SimpleNamespace(forward=1, backward_input=2, backward_weight=3)},
-            TypeError, "convolution: expected None or an object with",
+            TypeError, "convolution: expected None or an object",
         ),
-        ({"convolution": "cudnn"}, TypeError, "convolution: expected None or an object with"),
+        ({"convolution": "cudnn"}, TypeError, "convolution: expected None or an object"),
         ({"convolution": cunorm.MatmulConvolution}, TypeError, "convolution: expected None or an"),
         (
             {"convolution": Odd("forward", lambda z: z[:1])}, TypeError,
@@ -508,7 +508,7 @@ def test_errors_in_backward(bad, error, message):
         ({"groups": 4}, ValueError, "groups: expected a divisor of out_channels, 6, got 4"),
         ({"groups": 3}, ValueError, "groups: expected a divisor of in_channels, 4, got 3"),
         ({"stride": 0}, ValueError, "stride: expected 1 to"),
-        ({"convolution": 3}, TypeError, "convolution: expected None or an object with"),
+        ({"convolution": 3}, TypeError, "convolution: expected None or an object"),
         ({"dtype": int}, TypeError, "dtype: expected float16"),
     ],
     ids=str,
@@ -619,6 +619,17 @@ def test_wrong_number_of_channels():
     layer = cunorm.ConvBatchNorm(4, 6, 3)
     with pytest.raises(ValueError, match=r"x: expected 4 channels at axis 1, got shape \(2, 6"):
         layer(np.ones((2, 6, 7, 7), np.float32))
+    with pytest.raises(ValueError, match=r"x: expected shape \(N, C, H, W\), got \(6, 7, 7\)"):
+        layer(np.ones((6, 7, 7), np.float32))
+    with pytest.raises(ValueError, match=r"weight: expected shape \(6, 4, 3, 3\), got \(6, 4, 1"):
+        layer.fold_into(np.ones((6, 4, 1, 1)))
+    weight, bias = layer.fold_into(layer.conv_weight, np.ones(6, np.float32))
+    expected = cunorm.fold_batch_norm(
+        layer.conv_weight, np.ones(6, np.float32), layer.weight, layer.bias, layer.running_mean,
+        layer.running_var,
+    )  # fmt: skip
+    np.testing.assert_array_equal(weight, expected[0])
+    np.testing.assert_array_equal(bias, expected[1])
 
 
 def test_momentum_warning_points_here():

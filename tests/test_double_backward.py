@@ -140,6 +140,7 @@ def check_layer_norm(rng, shape, axis, dtype, use=(True, True, True), **options)
 CHANNELS = [
     ((2, 3, 4), 1),
     ((16, 5, 11, 13), 1),
+    ((6, 24, 80), 1),
     ((5, 2, 1000), 1),
     ((3, 1, 2049), 1),
     ((300, 7), 1),
@@ -181,6 +182,49 @@ def test_large_means(rng, dtype):
     """Data far from zero: what rounding takes from the mean is made up for."""
     check_batch_norm(rng, (20, 3, 30), 1, dtype, offset=3e4)
     check_layer_norm(rng, (5, 400), -1, dtype, offset=3e4)
+
+
+@pytest.mark.parametrize("scale", [1e-16, 1e16])
+def test_tiny_and_huge_deviations(rng, scale):
+    """inv_std squared may be as large as float32 holds; its cube need not be in range."""
+    *upstream, dy, x, weight = draw(rng, (20, 3, 30), (3,), np.float32)
+    x *= np.float32(scale)
+    _, saved = cunorm.batch_norm_forward(x, weight, eps=0.0)
+    norm = reference.channels(x.shape)
+    options = {"mean": None, "var": None, "eps": 0.0}
+    check(norm, upstream, dy, x, saved, weight, cunorm.batch_norm_double_backward, options)
+    *upstream, dy, x, weight = draw(rng, (7, 300), (300,), np.float32)
+    x *= np.float32(scale)
+    _, saved = cunorm.layer_norm_forward(x, weight, eps=0.0)
+    norm = reference.rows(x.shape)
+    check(norm, upstream, dy, x, saved, weight, cunorm.layer_norm_double_backward, options)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("resident", [True, False])
+def test_every_kernel_is_taken(rng, small_pieces, monkeypatch, resident):
+    """What the tests of small pieces rely on."""
+    from cunorm.cpu import double_backward as module
+
+    small_pieces(resident)
+    assert module.STREAMING_BYTES == 0
+    taken, run = set(), module.run
+
+    def note(kernel, *arguments):
+        taken.add(kernel.__name__.strip("_"))
+        return run(kernel, *arguments)
+
+    monkeypatch.setattr(module, "run", note)
+    for shape, axis in CHANNELS:
+        check_batch_norm(rng, shape, axis, np.float32)
+    for shape, axis in ROWS:
+        check_layer_norm(rng, shape, axis, np.float32)
+    if resident:
+        expected = {f"double_backward_{kind}" for kind in ("segments", "columns", "rows")}
+    else:
+        kinds = ("segments", "columns", "rows")
+        expected = {f"{verb}_{kind}" for verb in ("reduce", "transform") for kind in kinds}
+    assert expected <= taken
 
 
 @pytest.mark.parametrize("use", SUBSETS, ids=str)

@@ -68,7 +68,9 @@ def _upstream(g, i, x):
 
 @strict_function
 def _shares(r, low, sum_g, sum_gx, sum_h, sum_hx, sum_gh, sum_k, sum_kx, count):
-    """(q, t, a, c, d) of u = gdx * r + xmu * q + t, ddx = gdx * a + h * q + k * r + xmu * c + d.
+    """(q, t, a, c, d), shared by the elements of a statistic.
+
+    u = gdx * r + xmu * q + t,    ddx = gdx * a + h * q + k * r + xmu * r * c + d
 
     Here xmu = x - mean, of the mean rounded; `low` is what rounding took from it. The sums are
     those of gdx, gdx * xmu, h, h * xmu, gdx * h, k and k * xmu, about that mean.
@@ -81,12 +83,12 @@ def _shares(r, low, sum_g, sum_gx, sum_h, sum_hx, sum_gh, sum_k, sum_kx, count):
     q = -(r * r) * mean_gv
     a = -(r * r) * mean_hv
     together = sum_gh / count - mean_g * mean_h - 3.0 * mean_gv * mean_hv
-    c = -r * (r * r * together + r * mean_kv)
+    c = -(r * r * together + r * mean_kv)  # of xmu * r: times r it might overflow
     t = -r * mean_g
     d = -a * mean_g - q * mean_h - r * mean_k
     if low != 0.0:
         t -= low * q
-        d -= low * c
+        d -= low * r * c
     return q, t, a, c, d
 
 
@@ -100,7 +102,10 @@ def _value(array, i, absent):
 
 @strict_function
 def _coefficients(x, channel, training, residual, inv_std, weight, gweight, gbias, sums, count):
-    """(e, f, s, a, c, d) of ddy = gdx * e + xmu * f + s, ddx = gdx * a + dy * f + xmu * c + d."""
+    """Numbers of a channel: (e, f, s, a, c, d, r).
+
+    ddy = gdx * e + xmu * f + s, ddx = gdx * a + dy * f + xmu * r * c + d.
+    """
     r = np.float64(load(inv_std, channel))
     w, gw = _value(weight, channel, 1.0), _value(gweight, channel, 0.0)
     low = residual_times(residual, channel, 1.0)
@@ -116,7 +121,7 @@ def _coefficients(x, channel, training, residual, inv_std, weight, gweight, gbia
         s -= low * r * gw
     return (
         as_accumulator(x, w * r), as_accumulator(x, w * q + gw * r), as_accumulator(x, s),
-        as_accumulator(x, a), as_accumulator(x, c), as_accumulator(x, d),
+        as_accumulator(x, a), as_accumulator(x, c), as_accumulator(x, d), load(inv_std, channel),
     )  # fmt: skip
 
 
@@ -152,12 +157,12 @@ def _run_sums(g, dy, x, start, length, mean):
 
 
 @device_function
-def _run_outputs(put, g, dy, x, ddy, ddx, start, end, mean, e, f, s, a, c, d):
+def _run_outputs(put, g, dy, x, ddy, ddx, start, end, mean, e, f, s, a, c, d, r):
     for i in range(start, end):
         upstream, gradient = _upstream(g, i, x), load(dy, i)
         centered = load(x, i) - mean
         put(ddy, i, upstream * e + (centered * f + s))
-        put(ddx, i, upstream * a + (gradient * f + (centered * c + d)))
+        put(ddx, i, upstream * a + (gradient * f + (centered * r * c + d)))
 
 
 @device_function
@@ -180,8 +185,8 @@ def _segments_outputs(
             start = base + r * stride + offset
             end = start + length
             first, last = _both_streaming(ddy, ddx, start, end, streaming)
-            e, f, s, a, c, d = coefficients
-            numbers = (mean, e, f, s, a, c, d)
+            e, f, s, a, c, d, inv_std = coefficients
+            numbers = (mean, e, f, s, a, c, d, inv_std)
             _run_outputs(store, g, dy, x, ddy, ddx, start, first, *numbers)
             _run_outputs(store_streaming, g, dy, x, ddy, ddx, first, last, *numbers)
             _run_outputs(store, g, dy, x, ddy, ddx, last, end, *numbers)
@@ -375,7 +380,7 @@ def _channel_sum(channel, channels, fold, inner, total):
 
 @device_function
 def _row_outputs(put, g, dy, x, ddy, ddx, start, first, last, mean, block):
-    block_e, block_f, block_s, block_a, block_c, block_d = block
+    block_e, block_f, block_s, block_a, block_c, block_d, block_r = block
     for p in range(first, last):
         i = start + p
         upstream, gradient = _upstream(g, i, x), load(dy, i)
@@ -383,7 +388,8 @@ def _row_outputs(put, g, dy, x, ddy, ddx, start, first, last, mean, block):
         f = load_scratch(block_f, p)
         shifted = centered * f + load_scratch(block_s, p)
         put(ddy, i, upstream * load_scratch(block_e, p) + shifted)
-        rest = gradient * f + (centered * load_scratch(block_c, p) + load_scratch(block_d, p))
+        bent = centered * load_scratch(block_r, p) * load_scratch(block_c, p)
+        rest = gradient * f + (bent + load_scratch(block_d, p))
         put(ddx, i, upstream * load_scratch(block_a, p) + rest)
 
 
@@ -425,6 +431,7 @@ def _spread_coefficients(
         spread(found[3], channel, channels, fold, inner, block[3])
         spread(found[4], channel, channels, fold, inner, block[4])
         spread(found[5], channel, channels, fold, inner, block[5])
+        spread(found[6], channel, channels, fold, inner, block[6])
 
 
 @kernel
@@ -438,10 +445,12 @@ def _reduce_columns(
     If there are outputs they become those of given statistics.
     """
     most = fold * block_channels * inner
-    blocks, totals = scratch(x, (12, most)), np.empty((5, most))
+    blocks, totals = scratch(x, (13, most)), np.empty((5, most))
     block_mean = blocks[0]
-    block = (blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6])
-    sums = (blocks[7], blocks[8], blocks[9], blocks[10], blocks[11])
+    block = (
+        blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6], blocks[7]
+    )  # fmt: skip
+    sums = (blocks[8], blocks[9], blocks[10], blocks[11], blocks[12])
     none = np.zeros((block_channels, 5))
     task = next_task(board, me)
     while task >= 0:
@@ -480,9 +489,11 @@ def _transform_columns(
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
     most = fold * block_channels * inner
-    blocks = scratch(x, (7, most))
+    blocks = scratch(x, (8, most))
     block_mean = blocks[0]
-    block = (blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6])
+    block = (
+        blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6], blocks[7]
+    )  # fmt: skip
     task = last_task(board, me)
     while task >= 0:
         first, channels, _, start, height, tail = columns_piece(
@@ -508,10 +519,12 @@ def _double_backward_columns(
 ):  # fmt: skip
     """A task is one block of whole channels."""
     most = fold * block_channels * inner
-    blocks, totals = scratch(x, (12, most)), np.empty((5, most))
+    blocks, totals = scratch(x, (13, most)), np.empty((5, most))
     block_mean = blocks[0]
-    block = (blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6])
-    of_chunk = (blocks[7], blocks[8], blocks[9], blocks[10], blocks[11])
+    block = (
+        blocks[1], blocks[2], blocks[3], blocks[4], blocks[5], blocks[6], blocks[7]
+    )  # fmt: skip
+    of_chunk = (blocks[8], blocks[9], blocks[10], blocks[11], blocks[12])
     sums = np.empty((block_channels, 5))
     stride = fold * group * inner
     count = np.float64(outer * inner)
@@ -591,7 +604,7 @@ def _run_row_outputs(
         w, gw = load(weight, i + to_weight), load(gweight, i + to_weight)
         u = upstream * r + (centered * q + t)
         put(ddy, i, w * u + (gw * (centered * r - low_r) + load(gbias, i + to_weight)))
-        put(ddx, i, upstream * a + (gradient * (w * q + gw * r) + (centered * c + d)))
+        put(ddx, i, upstream * a + (gradient * (w * q + gw * r) + (centered * r * c + d)))
         total = load_scratch(ddweight, i + to_ddweight) + gradient * u
         store(ddweight, i + to_ddweight, total)
 

@@ -336,6 +336,11 @@ def batch_norm_double_backward(
     ------
     ValueError, TypeError
         As `batch_norm_backward`, and for gradients that do not go with x.
+
+    Notes
+    -----
+    A large mean of x costs no digits. Large means of both gdx and dy do: <gdx * dy> - <gdx> * <dy>
+    is taken as written, in float64 from sums of short chains in the accumulator type.
     """
     checks.saved_by("batch_norm_forward", BatchNormSaved, saved)
     return double_backward(

@@ -195,7 +195,7 @@ def conv_batch_norm_backward(
     dy : array
         Gradient with respect to y: its shape and dtype.
     x, conv_weight : array
-        What `conv_batch_norm_forward` was given.
+        What `conv_batch_norm_forward` was given, unchanged.
     saved : ConvBatchNormSaved
         What it returned.
     weight : array, shape (O,), optional
@@ -301,8 +301,8 @@ def checked_convolution(convolution: Any) -> None:
         or not all(callable(getattr(convolution, name, None)) for name in names)
     ):
         raise TypeError(
-            "convolution: expected None or an object with forward, backward_input and "
-            f"backward_weight, got {convolution!r}"
+            "convolution: expected None or an object (not a class) with forward, backward_input "
+            f"and backward_weight, got {convolution!r}"
         )
 
 
@@ -311,6 +311,8 @@ def pair(name: str, value: Any, least: int) -> Pair:
     values = value if isinstance(value, (tuple, list)) else (value, value)
     if len(values) != 2:
         raise ValueError(f"{name}: expected an integer or two of them, got {value!r}")
+    if isinstance(value, str):
+        raise TypeError(f"{name}: expected an integer or two of them, got {value!r}")
     rows, columns = (checks.number_of_values(name, each, least) for each in values)
     if max(rows, columns) >= 2**31:
         raise ValueError(f"{name}: expected less than 2^31, got {value!r}")

@@ -71,13 +71,16 @@ def fold_batch_norm(
     checks.present("conv_weight", conv_weight)
     checks.floating("conv_weight", conv_weight.dtype)
     axis, number = output_channels("conv_weight", conv_weight.shape, channel_axis, groups)
+    meaning = f"one value a channel at axis {axis} of conv_weight, {conv_weight.shape}"
+    if groups > 1 and axis > 0:
+        meaning += f", of each of {groups} groups"
     for name, array in (("running_mean", running_mean), ("running_var", running_var)):
         if array is None:
             raise ValueError(f"{name}: expected running statistics to fold, got None")
-        checks.statistic(name, array, (number,))
+        checks.statistic(name, array, (number,), meaning)
     for name, array in (("conv_bias", conv_bias), ("weight", weight), ("bias", bias)):
         if array is not None:
-            checks.statistic(name, array, (number,))
+            checks.statistic(name, array, (number,), meaning)
     eps = checks.not_negative("eps", eps)
 
     def wide(array: Any, default: float) -> Any:

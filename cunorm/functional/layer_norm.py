@@ -223,6 +223,12 @@ def layer_norm_double_backward(
     ------
     ValueError, TypeError
         As `layer_norm_backward`, and for gradients that do not go with x.
+
+    Notes
+    -----
+    A large mean of x costs no digits. Large means of both gdx and dy * weight in a row do:
+    <gdx * h> - <gdx> * <h> is taken as written, in float64 from sums of short chains in the
+    accumulator type.
     """
     checks.saved_by("layer_norm_forward", LayerNormSaved, saved)
     return double_backward(

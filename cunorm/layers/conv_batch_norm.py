@@ -29,9 +29,13 @@ __all__ = ["ConvBatchNorm"]
 class ConvBatchNorm(BatchNorm):
     """A two-dimensional convolution followed by batch normalization.
 
-    ``forward`` computes `cunorm.conv_batch_norm_forward` and keeps a reference to x (do not
-    change x before ``backward``) and the saved mean and inverse standard deviation, but not the
-    convolution's result, which ``backward`` computes again.
+    ``forward`` computes `cunorm.conv_batch_norm_forward` and keeps references to x and
+    `conv_weight` (do not change either before ``backward``) and the saved mean and inverse
+    standard deviation, but not the convolution's result, which ``backward`` computes again.
+
+    `parameters`, `gradients` and state dicts have the convolution's weight as ``conv_weight``
+    and all else under `cunorm.BatchNorm`'s names. The state of a PyTorch Conv2d without bias and
+    a BatchNorm2d is loaded as ``{"conv_weight": conv["weight"], **norm}``.
 
     Parameters
     ----------
@@ -159,7 +163,36 @@ class ConvBatchNorm(BatchNorm):
         return super().forward(x, update_statistics=update_statistics)
 
     def _check_channels(self, x: Array) -> None:
-        check_channels(x, self.in_channels, self.channel_axis)
+        if len(getattr(x, "shape", ())) == 4:  # of others the shape is wrong
+            check_channels(x, self.in_channels, self.channel_axis)
+
+    def fold_into(  # type: ignore[override]
+        self, weight: Array | None = None, bias: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Weight and bias of a convolution that does what the layer does in inference.
+
+        Parameters
+        ----------
+        weight : array, shape of `conv_weight`, optional
+            Another weight than `conv_weight`.
+        bias : array, shape (O,), optional
+            Of the convolution; the layer's own has none.
+
+        Returns
+        -------
+        weight : array, shape of `conv_weight`
+        bias : array, shape (O,)
+
+        Raises
+        ------
+        ValueError, TypeError
+            As `cunorm.fold_batch_norm`, and for a layer without running statistics.
+        """
+        weight = self.conv_weight if weight is None else weight
+        shape = tuple(getattr(weight, "shape", ()))
+        if shape != self.conv_weight.shape:
+            raise ValueError(f"weight: expected shape {self.conv_weight.shape}, got {shape}")
+        return super().fold_into(weight, bias)
 
     def _has_values(self, saved: Any) -> bool:
         return 0 not in saved.output_shape
