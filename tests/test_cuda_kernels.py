@@ -529,4 +529,4 @@ def test_every_kernel_has_been_executed(request, on_backend):
     for path in source.folder().glob("*.cu"):
         names |= set(re.findall(r"\b(\w+)\(\s*const \w+ a\s*\) \{", path.read_text()))
     assert names == set(on_backend.launched)
-    assert len(names) == 13
+    assert len(names) == 18
