@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 
-@pytest.mark.parametrize("stem", ["statistics", "transform", "backward"])
+@pytest.mark.parametrize("stem", ["statistics", "transform", "backward", "double_backward"])
 def test_same_signatures(stem):
     cpu, cuda = (importlib.import_module(f"cunorm.{b}.{stem}") for b in ("cpu", "cuda"))
     assert cpu.__all__ == cuda.__all__

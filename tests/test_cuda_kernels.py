@@ -241,7 +241,9 @@ def test_double_backward_by_candidate(rng, force, monkeypatch, name, cases, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("name", ["warp", "block", "cluster", "whole_block", "stream"])
+@pytest.mark.parametrize(
+    "name", ["warp", "block", "cluster", "whole_block", "whole_cluster", "stream"]
+)
 def test_double_backward_of_rows_by_candidate(rng, force, monkeypatch, name, dtype):
     force(name)
     made = plans(monkeypatch)

@@ -403,6 +403,34 @@ def test_what_is_let_go(rng):
         gc.enable()
 
 
+class Copied:
+    """An array of a library that copies what is given to its from_dlpack, as JAX may."""
+
+    def __init__(self, array):
+        self.array = np.array(array)
+        self.shape, self.dtype = self.array.shape, self.array.dtype
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __array_namespace__(self):
+        return types.SimpleNamespace(from_dlpack=lambda array: Copied(np.from_dlpack(array)))
+
+
+def test_results_of_other_libraries(rng):
+    """They are handed over when they are complete."""
+    x, dy = rng.standard_normal((2, 4, 3, 5)).astype(np.float32)
+    usual = cunorm.SyncBatchNorm(3, communicator=Odd(None, None))
+    layer = cunorm.SyncBatchNorm(3, communicator=Odd(None, None))
+    np.testing.assert_array_equal(layer(Copied(x)).array, usual(x))
+    np.testing.assert_array_equal(layer.backward(Copied(dy)).array, usual.backward(dy))
+    for name, gradient in usual.gradients.items():
+        np.testing.assert_array_equal(layer.gradients[name].array, gradient)
+
+
 def test_communicator_stays():
     layer = cunorm.SyncBatchNorm(3, communicator=Odd(None, None))
     with pytest.raises(AttributeError):

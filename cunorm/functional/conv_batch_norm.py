@@ -234,7 +234,7 @@ def conv_batch_norm_backward(
             raise ValueError(
                 f"{name}: expected the shape of the forward call, {shape}, got {array.shape}"
             )
-    options, convolution = ConvolutionOptions(*saved[8:12]), saved.convolution
+    options, convolution = _options_of(saved), saved.convolution
     shape = _result_shape(x, conv_weight, options)
     if dy.shape != shape:
         raise ValueError(f"dy: expected the shape of the forward call's y, {shape}, got {dy.shape}")
@@ -250,12 +250,13 @@ def conv_batch_norm_backward(
             _check("forward", z, x, shape, dy, x, conv_weight, weight, *saved[:3])
             out = z if want_dz else None
         else:  # dy alone makes the gradients
+            order = arrays.memory_order(x) or arrays.axes(x.ndim)
+            if not arrays.is_plain(dy.transpose(order)):  # as y lies, so that the bits are the same
+                turned = empty_like(x, shape)
+                place.xp.copyto(turned, dy)
+                dy = turned
+                del turned
             z = dy
-            like = empty_like(x, shape)
-            if dy.strides != like.strides:  # in the order of y, so that they have the same bits
-                place.xp.copyto(like, dy)
-                z = dy = like
-            del like
         dz, dweight, dbias = batch_norm_backward(
             dy, z,
             BatchNormSaved(mean, inv_std, residual, saved.training, 1, shape, saved.bias_dtype),
@@ -281,6 +282,10 @@ class ConvolutionOptions(NamedTuple):
     padding: Pair
     dilation: Pair
     groups: int
+
+
+def _options_of(saved: ConvBatchNormSaved) -> ConvolutionOptions:
+    return ConvolutionOptions(saved.stride, saved.padding, saved.dilation, saved.groups)
 
 
 def checked_options(stride: Any, padding: Any, dilation: Any, groups: Any) -> ConvolutionOptions:

@@ -125,8 +125,8 @@ class SyncBatchNorm(BatchNorm):
         ------
         ValueError, TypeError
             As `cunorm.batch_norm_forward`, if all ranks together have one value a channel, and
-            if ranks disagree about the number of channels, the dtype, eps, correction or
-            exponential_average_factor; on all ranks alike.
+            if ranks disagree about the number of channels, the dtype, eps, correction,
+            exponential_average_factor or update_statistics; on all ranks alike.
         """
         if not self.training or self.frozen:
             return super().forward(x, update_statistics=update_statistics)
@@ -244,9 +244,9 @@ def _forward(
         "exponential_average_factor": exponential_average_factor if any(updated) else 0.0,
     }
     with place:
+        place.export(place.xp.empty(0, x.dtype))  # it can be done
         operands = arrays.Operands(place.xp, x, (x,), None)
-        (source,), target = operands.inputs, operands.out
-        (y,) = place.export(operands.finish())
+        (source,) = operands.inputs
         along = operands.order.index(axis)
         local = batch_norm_statistics(source, channel_axis=along, dtype=np.float64)
 
@@ -258,11 +258,14 @@ def _forward(
             var = m2 / max(count, 1)
             inv_std = (1.0 / np.sqrt(var + eps)).astype(checks.statistics_dtype(x.dtype))
         mean, var, inv_std = (place.xp.asarray(array) for array in (mean, var, inv_std))
-        batch_norm_transform(source, mean, inv_std, weight, bias, channel_axis=along, out=target)
+        batch_norm_transform(
+            source, mean, inv_std, weight, bias, channel_axis=along, out=operands.out
+        )
         update_running_statistics(
             running_mean, running_var, mean, var, count,
             exponential_average_factor=exponential_average_factor, correction=correction,
         )  # fmt: skip
+        (y,) = place.export(operands.finish())
     dtypes = [inv_std.dtype if vector is None else vector.dtype for vector in (weight, bias)]
     return y, _Saved(mean, inv_std, count, axis, *dtypes)
 
@@ -282,8 +285,9 @@ def _backward(
     checks.same_as_input("dy", dy, x)
     checks.per_channel("weight", weight, len(mean), x.dtype)
     with place, np.errstate(all="ignore"):
+        place.export(place.xp.empty(0, x.dtype))  # it can be done
         operands = arrays.Operands(place.xp, x, (x, dy), None)
-        (source, gradient), target = operands.inputs, operands.out
+        source, gradient = operands.inputs
         along = operands.order.index(axis)
         sums = batch_norm_backward_reduce(gradient, source, mean, channel_axis=along)
         r = inv_std if x.size > 0 else 0.0 * sums[0]  # sums of nothing, times infinity perhaps
@@ -293,13 +297,13 @@ def _backward(
                 (sums[1] * r, sums[0]), dtypes, output_mask[1:], strict=True
             )
         )
-        dx, dweight, dbias = place.export(operands.finish(), dweight, dbias)
         together = ranks.add_up(*sums)
         if count > 0:
             batch_norm_backward_transform(
                 gradient, source, mean, inv_std, weight, *together, count, channel_axis=along,
-                out=target,
+                out=operands.out,
             )  # fmt: skip
+        dx, dweight, dbias = place.export(operands.finish(), dweight, dbias)
     return dx, dweight, dbias
 
 
