@@ -180,9 +180,9 @@ def test_constants_need_no_second_convolution(rng):
 
 
 def memory_of(function):
-    """(result, bytes left, bytes at most) of a call; of three, since one may load a kernel."""
+    """(result, bytes left, bytes at most) of a call: the least of ten, the first compile."""
     found = []
-    for _ in range(3):
+    for _ in range(10):
         tracemalloc.start()
         try:
             result = function()
