@@ -6,11 +6,12 @@ __device__ inline void save(
     const DoubleArguments& a, Offset channel, Offset parameter, const DoubleSums& sums
 ) {
     const double r = inv_std_of(a, channel);
-    double total = r * sums.of[OF_GH];
+    double total = r * sums.of[DoubleSums::GH];
     if (a.training) {
-        const Shares s = shares(r, residual_of(a, channel), a.count, sums.of[OF_G],
-                                sums.of[OF_GX], 0.0, 0.0, 0.0, 0.0, 0.0);
-        total += s.q * sums.of[OF_HX] + s.t * sums.of[OF_H];
+        const double low = residual_of(a, channel);
+        const Shares s = shares(r, low, a.count, sums, 1.0, 0.0, 0.0);
+        total += s.q * (sums.of[DoubleSums::HX]
+                        - a.count * times_residual(low, sums.of[DoubleSums::MEAN_H]));
     }
     a.ddweight.set(parameter, total);
     if (a.gradients != nullptr) write(a.gradients + channel, static_cast<Accumulator>(total));

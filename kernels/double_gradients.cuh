@@ -7,20 +7,63 @@
 //   u   = r * (g - <g> - v * <g * v>)
 //   ddy = weight * u + gw * v + gb
 //   ddx = - r^2 * <h * v> * (g - <g>) - r^2 * <g * v> * (h - <h>) + r * (k - <k>)
-//         - v * (r^2 * (<g * h> - <g> * <h> - 3 * <g * v> * <h * v>) + r * <k * v>)
+//         - v * (r^2 * (<(g - <g>) * (h - <h>)> - 3 * <g * v> * <h * v>) + r * <k * v>)
 //   ddweight = sum(dy * u)
 // and with given statistics u = r * g, ddx = r * k (docs/numerics.md has the derivation).
 #pragma once
 
 #include "gradients.cuh"
 
-// Sums over a channel of g, g * xmu, dy, dy * xmu and g * dy, with xmu = x - mean, about the
-// rounded mean; over a row, whose elements have weights of their own, of g, g * xmu, h, h * xmu,
-// g * h, k and k * xmu.
-constexpr int SUMS = SPANS ? 7 : 5;
-enum { OF_G, OF_GX, OF_H, OF_HX, OF_GH, OF_K, OF_KX };
+// Of the elements of a statistic, or of some of them: the means of g and h, the sum of
+// (g - mean) * (h - mean) about these, and the sums of g * xmu and h * xmu, with xmu = x - mean of
+// x, rounded. A channel, whose elements have one weight, has dy for h; a row has the sums of k and
+// k * xmu besides. With given statistics the means count as 0. (Sums of products about means are
+// merged as variances are: see moments.cuh.)
+struct DoubleSums {
+    enum { MEAN_G, MEAN_H, GH, GX, HX, K, KX };
+    static constexpr int SIZE = SPANS ? 7 : 5;
 
-using DoubleSums = Totals<SUMS>;
+    double of[SIZE];
+    Accumulator count;
+
+    __device__ void merge(const DoubleSums& other) {
+        if (other.count == 0) return;
+        const Accumulator share = other.count / (count + other.count);
+        const double delta_g = other.of[MEAN_G] - of[MEAN_G];
+        const double delta_h = other.of[MEAN_H] - of[MEAN_H];
+        of[MEAN_G] += delta_g * static_cast<double>(share);
+        of[MEAN_H] += delta_h * static_cast<double>(share);
+        of[GH] += delta_g * delta_h * static_cast<double>(count * share);
+        #pragma unroll
+        for (int i = GH; i < SIZE; ++i) of[i] += other.of[i];
+        count += other.count;
+    }
+
+    __device__ DoubleSums down(int offset, int width) const {
+        DoubleSums result;
+        #pragma unroll
+        for (int i = 0; i < SIZE; ++i)
+            result.of[i] = __shfl_down_sync(ALL_LANES, of[i], offset, width);
+        result.count = __shfl_down_sync(ALL_LANES, count, offset, width);
+        return result;
+    }
+
+    __device__ static DoubleSums read(const double* partials, Offset i) {
+        const double* const place = partials + (SIZE + 1) * i;
+        DoubleSums result;
+        #pragma unroll
+        for (int j = 0; j < SIZE; ++j) result.of[j] = ::read(place + j);
+        result.count = static_cast<Accumulator>(::read(place + SIZE));
+        return result;
+    }
+
+    __device__ void write(double* partials, Offset i) const {
+        double* const place = partials + (SIZE + 1) * i;
+        #pragma unroll
+        for (int j = 0; j < SIZE; ++j) ::write(place + j, of[j]);
+        ::write(place + SIZE, static_cast<double>(count));
+    }
+};
 
 // Of a channel: ddy = g * e + (xmu * f + s), ddx = g * a + (dy * f + (xmu * r * c + d)). Of a row:
 // u = g * e + (xmu * f + s), with e = r, and weights and gw multiply what they belong to.
@@ -61,23 +104,24 @@ struct Shares {
     double q, t, a, c, d;
 };
 
-// From sums of which h and k are weighted.
+// From sums whose h counts `weight` times; `k` and `kx` are those of k, of n elements.
 __device__ inline Shares shares(
-    double r, double low, double n, double g, double gx, double h, double hx, double gh, double k,
-    double kx
+    double r, double low, double n, const DoubleSums& sums, double weight, double k, double kx
 ) {
-    gx -= times_residual(low, g);  // from here on about the mean before it was rounded
-    hx -= times_residual(low, h);
-    kx -= times_residual(low, k);
-    const double mean_g = g / n, mean_h = h / n;
-    const double mean_gv = gx * r / n, mean_hv = hx * r / n, mean_kv = kx * r / n;
+    const double (&of)[DoubleSums::SIZE] = sums.of;
+    const double mean_g = of[DoubleSums::MEAN_G], mean_h = weight * of[DoubleSums::MEAN_H];
+    const double mean_k = k / n;
+    // About the mean of x before it was rounded.
+    const double mean_gv = (of[DoubleSums::GX] / n - times_residual(low, mean_g)) * r;
+    const double mean_hv = (weight * (of[DoubleSums::HX] / n) - times_residual(low, mean_h)) * r;
+    const double mean_kv = (kx / n - times_residual(low, mean_k)) * r;
     Shares s;
     s.q = -(r * r) * mean_gv;
     s.a = -(r * r) * mean_hv;
-    const double together = gh / n - mean_g * mean_h - 3.0 * mean_gv * mean_hv;
+    const double together = weight * (of[DoubleSums::GH] / n) - 3.0 * mean_gv * mean_hv;
     s.c = -(r * r * together + r * mean_kv);  // times r it might overflow
     s.t = -r * mean_g - times_residual(low, s.q);
-    s.d = -s.a * mean_g - s.q * mean_h - r * (k / n) - times_residual(low, r * s.c);
+    s.d = -s.a * mean_g - s.q * mean_h - r * mean_k - times_residual(low, r * s.c);
     return s;
 }
 
@@ -86,20 +130,18 @@ __device__ inline DoubleCoefficients combine(
     const DoubleArguments& a, Offset channel, Offset parameter, const DoubleSums& sums
 ) {
     const double r = inv_std_of(a, channel), low = residual_of(a, channel);
-    const double (&of)[SUMS] = sums.of;
     Shares s = {};
     double e = r, f = 0.0, shift = 0.0;
 #if SPANS
     if (a.training)
-        s = shares(r, low, a.count, of[OF_G], of[OF_GX], of[OF_H], of[OF_HX], of[OF_GH],
-                   of[OF_K], of[OF_KX]);
+        s = shares(r, low, a.count, sums, 1.0, sums.of[DoubleSums::K], sums.of[DoubleSums::KX]);
     f = s.q;
     shift = s.t;
 #else
     const double w = a.weight.get(parameter, 1.0), gw = a.gweight.get(parameter, 0.0);
     if (a.training)
-        s = shares(r, low, a.count, of[OF_G], of[OF_GX], w * of[OF_H], w * of[OF_HX],
-                   w * of[OF_GH], gw * of[OF_H], gw * of[OF_HX]);
+        s = shares(r, low, a.count, sums, w, gw * (a.count * sums.of[DoubleSums::MEAN_H]),
+                   gw * sums.of[DoubleSums::HX]);
     e = w * r;
     f = w * s.q + gw * r;
     shift = w * s.t + a.gbias.get(parameter, 0.0) - times_residual(low, r * gw);
@@ -146,14 +188,23 @@ struct Weights {
     }
 };
 
+// Takes a tile into the sums: about the means of its own elements, which are in registers.
 __device__ inline void add_tile(
     const DoubleArguments& a, const Work& work, DoubleSums (&sums)[STATISTICS], const Tile& tile,
     const Inputs& in, const Accumulator (&mean)[STATISTICS]
 ) {
     constexpr int lanes = COLUMNS ? 1 : WIDTH;
+    Accumulator number = 0;
+    #pragma unroll
+    for (int i = 0; i < TILE; ++i)
+        #pragma unroll
+        for (int l = 0; l < lanes; ++l) number += tile.access[i].has(l) ? 1 : 0;
+    if (number == 0) return;
+    const Accumulator reciprocal = 1 / number;
+
     #pragma unroll
     for (int s = 0; s < STATISTICS; ++s) {
-        Accumulator of[SUMS] = {};
+        Accumulator h[TILE][lanes], center_g = 0, center_h = 0, k = 0, kx = 0;
         #pragma unroll
         for (int i = 0; i < TILE; ++i) {
 #if SPANS
@@ -161,26 +212,49 @@ __device__ inline void add_tile(
 #endif
             #pragma unroll
             for (int l = 0; l < lanes; ++l) {
-                if (!tile.access[i].has(s + l)) continue;
-                const Accumulator g = widen(in.g[i].lane[s + l]);
-                const Accumulator xmu = widen(in.x[i].lane[s + l]) - mean[s];
-                const Accumulator dy = widen(in.dy[i].lane[s + l]);
-                of[OF_G] += g;
-                of[OF_GX] += g * xmu;
+                h[i][l] = 0;
+                if (!tile.access[i].has(l)) continue;
+                h[i][l] = widen(in.dy[i].lane[s + l]);
 #if SPANS
-                const Accumulator h = dy * weights.weight[l], k = dy * weights.gweight[l];
-                of[OF_K] += k;
-                of[OF_KX] += k * xmu;
-#else
-                const Accumulator h = dy;
+                const Accumulator of_weight = h[i][l] * weights.gweight[l];
+                h[i][l] *= weights.weight[l];
+                k += of_weight;
+                kx += of_weight * (widen(in.x[i].lane[s + l]) - mean[s]);
 #endif
-                of[OF_H] += h;
-                of[OF_HX] += h * xmu;
-                of[OF_GH] += g * h;
+                center_g += widen(in.g[i].lane[s + l]);
+                center_h += h[i][l];
             }
         }
+        center_g = a.training ? center_g * reciprocal : 0;
+        center_h = a.training ? center_h * reciprocal : 0;
+
+        Accumulator sum_g = 0, sum_h = 0, gh = 0, gx = 0, hx = 0;
         #pragma unroll
-        for (int i = 0; i < SUMS; ++i) sums[s].of[i] += static_cast<double>(of[i]);
+        for (int i = 0; i < TILE; ++i) {
+            #pragma unroll
+            for (int l = 0; l < lanes; ++l) {
+                if (!tile.access[i].has(l)) continue;
+                const Accumulator g = widen(in.g[i].lane[s + l]);
+                const Accumulator xmu = widen(in.x[i].lane[s + l]) - mean[s];
+                gx += g * xmu;
+                hx += h[i][l] * xmu;
+                sum_g += g - center_g;
+                sum_h += h[i][l] - center_h;
+                gh += (g - center_g) * (h[i][l] - center_h);
+            }
+        }
+        const Accumulator rest_g = a.training ? sum_g * reciprocal : 0;
+        const Accumulator rest_h = a.training ? sum_h * reciprocal : 0;
+        if (a.training) gh -= sum_g * rest_h;  // else 0 * infinity
+        sums[s].merge({
+            {static_cast<double>(center_g) + static_cast<double>(rest_g),
+             static_cast<double>(center_h) + static_cast<double>(rest_h),
+             static_cast<double>(gh), static_cast<double>(gx), static_cast<double>(hx),
+#if SPANS
+             static_cast<double>(k), static_cast<double>(kx),
+#endif
+            },
+            number});
     }
 }
 
@@ -189,6 +263,8 @@ template <class Keep> __device__ inline void outputs_of_tile(
     const DoubleArguments& a, const Work& work, const Tile& tile, const Inputs& in,
     const DoubleCoefficients (&coefficients)[STATISTICS], Keep keep
 ) {
+    // With given statistics there is but what is upstream of dweight that needs dy and x.
+    const bool needs_all = a.training || a.gweight.data != nullptr;
     #pragma unroll
     for (int i = 0; i < TILE; ++i) {
 #if SPANS
@@ -201,8 +277,10 @@ template <class Keep> __device__ inline void outputs_of_tile(
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
             const DoubleCoefficients& c = coefficients[COLUMNS ? lane : 0];
-            const Accumulator g = widen(in.g[i].lane[lane]), dy = widen(in.dy[i].lane[lane]);
-            const Accumulator xmu = widen(in.x[i].lane[lane]) - c.mean;
+            const Accumulator g = widen(in.g[i].lane[lane]);
+            const Accumulator dy = needs_all ? widen(in.dy[i].lane[lane]) : Accumulator(0);
+            const Accumulator xmu =
+                needs_all ? widen(in.x[i].lane[lane]) - c.mean : Accumulator(0);
             const Accumulator u = g * c.e + (xmu * c.f + c.s);
 #if SPANS
             const Accumulator w = weights.weight[lane], gw = weights.gweight[lane];
@@ -214,7 +292,9 @@ template <class Keep> __device__ inline void outputs_of_tile(
             ddy.lane[lane] = narrow(u);
             const Accumulator of_dy = c.f, r = c.more;
 #endif
-            ddx.lane[lane] = narrow(g * c.a + (dy * of_dy + (xmu * r * c.c + c.d)));
+            const Accumulator rest = dy * of_dy;
+            ddx.lane[lane] = narrow(
+                a.training ? g * c.a + (rest + (xmu * r * c.c + c.d)) : rest);
         }
         tile.access[i].store(a.ddy, ddy);
         tile.access[i].store(a.ddx, ddx);

@@ -181,6 +181,8 @@ def double_backward(
         u = r * (g_c - v * gv)
         ddx = r**2 * (v * (3 * gv * hv - average(g_c * h_c)) - hv * g_c - gv * h_c)
         ddx += r * (k - average(k) - v * kv)
+        if norm.statistics == norm.parameters:
+            dy = dy - average(dy)  # sum(u) = 0: this costs ddweight no digits
     ddy = w * u + gw * v + norm.per_parameter(gdbias, 0.0)
     return DoubleBackward(
         ddy.reshape(np.shape(x)), ddx.reshape(np.shape(x)), norm.of_parameters(dy * u)

@@ -253,6 +253,19 @@ def test_double_backward_of_rows_by_candidate(rng, force, monkeypatch, name, dty
     assert any(plan.name == name and plan.rows for plan in made)
 
 
+@pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
+def test_double_backward_of_large_means(rng, force, monkeypatch, name):
+    """Gradients of gradients that are far from zero, and lie differently in every part."""
+    force(name)
+    made = plans(monkeypatch)
+    long = name != "warp"
+    for shape, axis in (((50, 6, 40), 1), ((150, 64), -1)) if long else (((7, 40, 12), 1),):
+        means = np.linspace(1e3, 1.004e3, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+        check_batch_norm(rng, shape, axis, np.float32, of_gradients=(means, -2 * means))
+    check_layer_norm(rng, (9, 1200 if long else 96), -1, np.float32, of_gradients=(1e3, -2e3))
+    assert {plan.name for plan in made} == {name}
+
+
 @pytest.mark.parametrize("name", ["block", "stream"])
 def test_double_backward_with_wide_offsets(rng, force, monkeypatch, name):
     force(name, wide=True)

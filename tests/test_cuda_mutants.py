@@ -217,6 +217,12 @@ MUTANTS = {
         "3.0 * mean_gv * mean_hv",
         "2.0 * mean_gv * mean_hv",
     ),
+    "gradients' means merged as one": (
+        "test_double_backward_of_large_means",
+        "double_gradients.cuh",
+        "of[GH] += delta_g * delta_h * static_cast<double>(count * share);",
+        "",
+    ),
     "tiles of three inputs kept in one place": (
         "test_double_backward_by_candidate and block",
         "double_backward.cu",

@@ -81,9 +81,10 @@ def test_layer_norm_by_differences(rng, shape, axis, use):
 # --- in every dtype and plan ---------------------------------------------------------
 
 
-def draw(rng, shape, number, dtype, offset=0.7):
+def draw(rng, shape, number, dtype, offset=0.7, of_gradients=(0.0, 0.0)):
     x = (rng.standard_normal(shape) * 1.5 + offset).astype(dtype)
-    dy, gdx = rng.standard_normal((2, *shape)).astype(dtype)
+    dy, gdx = (rng.standard_normal(shape) + mean for mean in of_gradients)
+    dy, gdx = dy.astype(dtype), gdx.astype(dtype)
     weight, gdweight, gdbias = rng.standard_normal((3, *number)).astype(accumulator(dtype))
     return gdx, gdweight, gdbias, dy, x, weight
 
@@ -182,6 +183,40 @@ def test_large_means(rng, dtype):
     """Data far from zero: what rounding takes from the mean is made up for."""
     check_batch_norm(rng, (20, 3, 30), 1, dtype, offset=3e4)
     check_layer_norm(rng, (5, 400), -1, dtype, offset=3e4)
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_large_means_of_gradients(rng, small_pieces, dtype, resident):
+    """Their product is no part of the result, however large it is."""
+    ranges = ((100.0, -200.0), (1e3, 500.0)) if dtype == np.float16 else ((1e3, -2e3), (1e4, 3e4))
+    for means in ranges:
+        for pieces in (False, True):
+            if pieces:
+                small_pieces(resident)
+            for shape, axis in CHANNELS:
+                check_batch_norm(rng, shape, axis, dtype, of_gradients=means)
+            for shape, axis in ROWS[1:4]:  # not the shortest, whose numbers leave float16's range
+                check_layer_norm(rng, shape, axis, dtype, of_gradients=means)
+
+
+def test_gradients_that_jump(rng):
+    """Where a sum begins says nothing of how it goes on."""
+    shape = (40, 3, 500)
+    gdx, gdweight, gdbias, dy, x, weight = draw(rng, shape, (3,), np.float32)
+    for array in (gdx, dy):
+        array[1] += 1e3
+        array[20:] -= 2e3
+        array[0, 0, 0] = 1e5
+    _, saved = cunorm.batch_norm_forward(x, weight)
+    upstream = (gdx, gdweight, gdbias)
+    norm = reference.channels(shape)
+    check(norm, upstream, dy, x, saved, weight, cunorm.batch_norm_double_backward)
+    dy, x, gdx = (np.moveaxis(a, 1, 2).copy() for a in (dy, x, gdx))
+    _, saved = cunorm.batch_norm_forward(x, weight, channel_axis=2)
+    upstream = (gdx, gdweight, gdbias)
+    norm = reference.channels(x.shape, 2)
+    check(norm, upstream, dy, x, saved, weight, cunorm.batch_norm_double_backward)
 
 
 @pytest.mark.parametrize("scale", [1e-16, 1e16])
@@ -331,6 +366,60 @@ def test_infinities_stay_in_their_channel(rng):
         np.testing.assert_array_equal(actual[:, ::2], other[:, ::2])
         assert not np.isfinite(actual[:, 1]).any()
     assert not np.isfinite(found[2][1])
+
+
+@pytest.mark.parametrize("axis", [1, -1], ids=["first", "last"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_given_statistics_leave_out(rng, small_pieces, axis, streamed):
+    """Infinities that the formula has not do no harm: 0 * inf is in no result."""
+    if streamed:
+        small_pieces(False)
+    shape = (8, 6, 5, 6)
+    gdx, gdweight, gdbias, dy, x, weight = draw(rng, shape, (6,), np.float32)
+    running = rng.standard_normal(6).astype(np.float32), np.ones(6, np.float32)
+    _, saved = cunorm.batch_norm_forward(
+        x, weight, None, *running, training=False, channel_axis=axis
+    )
+
+    def found(*arguments):
+        return cunorm.batch_norm_double_backward(*arguments, saved, weight)
+
+    def finite(array):
+        return np.isfinite(array).all()
+
+    place = (3, 2, 1, 4)
+    channel = place[axis]
+    others = np.arange(6) != channel
+    expected = found(gdx, gdweight, gdbias, dy, x)
+    endless = gdx.copy()
+    endless[place] = np.inf
+    ddy, ddx, ddweight = found(endless, gdweight, gdbias, dy, x)
+    np.testing.assert_array_equal(ddx, expected[1])
+    elsewhere = np.ones(shape, bool)
+    elsewhere[place] = False
+    np.testing.assert_array_equal(ddy[elsewhere], expected[0][elsewhere])
+    assert ddy[place] == np.copysign(np.inf, weight[channel])
+    assert ddweight[channel] == np.copysign(np.inf, dy[place])
+    np.testing.assert_array_equal(ddweight[others], expected[2][others])
+
+    endless = x.copy()
+    endless[place] = np.inf
+    ddy, ddx, ddweight = found(gdx, gdweight, gdbias, dy, endless)
+    np.testing.assert_array_equal(ddx, expected[1])
+    np.testing.assert_array_equal(ddweight, expected[2])
+    np.testing.assert_array_equal(ddy[elsewhere], expected[0][elsewhere])
+    assert ddy[place] == np.copysign(np.inf, gdweight[channel])
+    assert all(map(finite, found(gdx, None, gdbias, dy, endless)))
+
+    endless = dy.copy()
+    endless[place] = np.inf
+    ddy, ddx, _ = found(gdx, None, gdbias, endless, x)
+    assert finite(ddy)
+    assert not ddx.any()
+    ddy, ddx, _ = found(gdx, gdweight, gdbias, endless, x)
+    np.testing.assert_array_equal(ddy, expected[0])
+    assert ddx[place] == np.copysign(np.inf, gdweight[channel])
+    np.testing.assert_array_equal(ddx[elsewhere], expected[1][elsewhere])
 
 
 @pytest.mark.cpu

@@ -115,44 +115,70 @@ def backward_bounds(gradients: Backward, result: Forward, dy, weight, count, dty
 def double_backward_bounds(
     gradients: DoubleBackward, result: Forward, gdx, gdweight, gdbias, dy, weight, count, dtype
 ):
-    """Of ddy, ddx and ddweight.
+    """Of ddy, ddx and ddweight, to which a mean of gdx or dy adds in proportion.
 
-    Every term is a product of at most three numbers with errors: inv_std^2, of 4 * g; a mean of
-    products with normalized values, of 2 * g of the mean of their absolute values, in which a
-    normalized value counts one more for the error of the mean; and another such number. A few
-    roundings added, 10 * g is no less.
+    With g = gdx, h = weight * dy and k = gdweight * dy, a mean <g v> has the error e * <|g| (|v| +
+    1)>, where e = 10 * gamma is more than its sum, inv_std and a few roundings add, and 1 is for
+    the error of the mean of x. The mean of (g - <g>) * (h - <h>) is taken about means of chunks
+    or of the chunk's beginning, from which the squares are at most 9 times as large; h has a
+    rounding, in float64 the means too: e * (rms(g) * std(h) + std(g) * rms(h)). In a product of two
+    such numbers, or of one and an element, each counts with its value times the other's error,
+    and errors times errors come on top.
     """
     norm, spread = result.norm, result.norm.per_statistic
-    own = result.own
-    v = np.abs(result.normalized).reshape(norm.split) + 1.0
+    v = result.normalized.reshape(norm.split)
     r = spread(result.inv_std)
     g, dy = (
-        np.zeros(norm.split) if a is None else np.abs(np.asarray(a).astype(np.float64))
+        np.zeros(norm.split) if a is None else np.asarray(a).astype(np.float64).reshape(norm.split)
         for a in (gdx, dy)
     )
-    g, dy = g.reshape(norm.split), dy.reshape(norm.split)
-    w, gw = np.abs(norm.per_parameter(weight, 1.0)), np.abs(norm.per_parameter(gdweight, 0.0))
+    w, gw = norm.per_parameter(weight, 1.0), norm.per_parameter(gdweight, 0.0)
     h, k = w * dy, gw * dy
+    e = 10 * (gamma(count, dtype) + spread(_offset(result, dtype)))
 
     def average(values):
         return spread(norm.of_statistics(values) / max(count, 1))
 
-    u, ddx = r * g, r * k
-    if own:
-        gv, hv, kv = average(g * v), average(h * v), average(k * v)
-        u = r * (g + average(g) + v * gv)
-        ddx = r**2 * (v * (3 * gv * hv + average(g * h) + average(g) * average(h)))
-        ddx = ddx + r**2 * (hv * (g + average(g)) + gv * (h + average(h)))
-        ddx = ddx + r * (k + average(k) + v * kv)
-    error = 10 * (gamma(count, dtype) + spread(_offset(result, dtype)))
-    b = np.abs(norm.per_parameter(gdbias, 0.0))
-    ddy = error * (w * u + gw * v + b)
+    def about_mean(values):
+        """(rms, std, absolute deviations)."""
+        deviations = values - average(values)
+        squares = average(values**2), average(deviations**2)
+        return np.sqrt(squares[0]), np.sqrt(squares[1]), np.abs(deviations)
+
+    def with_v(values):
+        """The mean of products with v, and its error."""
+        return np.abs(average(values * v)), e * average(np.abs(values) * (np.abs(v) + 1))
+
+    of_v = np.abs(v) + 1
+    u = r * np.abs(g)
+    ddx = e * r * np.abs(k)
     terms = dy.size // max(gradients.ddweight.size, 1)
-    ddweight = norm.of_parameters((error + gamma(terms, dtype)) * dy * u)
+    if result.own:
+        (gv, gv_error), (hv, hv_error), (_, kv_error) = with_v(g), with_v(h), with_v(k)
+        (g_rms, g_std, g_c), (h_rms, h_std, h_c) = about_mean(g), about_mean(h)
+        product_error = gv * hv_error + gv_error * hv + gv_error * hv_error
+        covariance_error = e * (g_rms * h_std + g_std * h_rms)
+        together = g_std * h_std + 3 * gv * hv
+        u = r * (np.abs(g) + average(np.abs(g)) + of_v * gv_error / e)
+        ddx = ddx + r * (e * average(np.abs(k)) + of_v * kv_error)
+        ddx = ddx + r**2 * of_v * (covariance_error + 3 * product_error + e * together)
+        for this, mean, error, deviations in ((g, hv, hv_error, g_c), (h, gv, gv_error, h_c)):
+            elements = np.abs(this) + average(np.abs(this))
+            ddx = ddx + r**2 * (error * deviations + e * (mean + error) * elements)
+    b = np.abs(norm.per_parameter(gdbias, 0.0))
+    ddy = e * (np.abs(w) * u + np.abs(gw * v) + np.abs(gw) + b)
+    if result.own and norm.statistics == norm.parameters:
+        (_, of_dy_error), (of_dy_rms, of_dy_std, _) = with_v(dy), about_mean(dy)
+        of_dy = np.abs(average(dy * v))
+        ddweight = e * (g_rms * of_dy_std + g_std * of_dy_rms + gv * of_dy)
+        ddweight = ddweight + gv * of_dy_error + gv_error * (of_dy + of_dy_error)
+        ddweight = norm.of_parameters(r * ddweight * np.ones(norm.split))
+    else:
+        ddweight = norm.of_parameters((e + gamma(terms, dtype)) * np.abs(dy) * u)
     shape = gradients.ddx.shape
     return DoubleBackward(
         ddy.reshape(shape) + _rounded(gradients.ddy, dtype),
-        (error * ddx).reshape(shape) + _rounded(gradients.ddx, dtype),
+        ddx.reshape(shape) + _rounded(gradients.ddx, dtype),
         ddweight + SMALLEST["float32"],
     )
 

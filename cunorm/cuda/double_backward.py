@@ -16,7 +16,7 @@ from .statistics import address, aligned, launch_channels, launch_cut, parameter
 
 __all__ = ["double_backward"]
 
-SUMS, ROW_SUMS = 5, 7  # float64 numbers of a part of a channel, of a row
+SUMS, ROW_SUMS = 6, 8  # float64 numbers of a part of a channel, of a row
 
 # DoubleArguments in double_gradients.cuh, up to the geometry.
 _ARGUMENTS = struct.Struct("=8QQqQqQqQq3Qd2q")

@@ -74,8 +74,8 @@ _CLUSTERS = (2, 4, 8)  # 8 is the largest that every device with clusters has
 
 # Bytes of a partial result and of the coefficients of one position (kernels/*.cu), by operands;
 # of rows' double backward pass a partial result has more.
-_PARTIAL_BYTES = {1: 24, 2: 24, 3: 40}
-_PARTIAL_ROW_BYTES = 56
+_PARTIAL_BYTES = {1: 24, 2: 24, 3: 48}
+_PARTIAL_ROW_BYTES = 64
 _COEFFICIENT_BYTES = {1: 32, 2: 32, 3: 64}
 
 _MOST_BLOCKS = 2**31 - 1
@@ -237,11 +237,11 @@ def _built(
     positions = across * width if columns else 1
     taken = positions // members * members if resident else positions
     tiles = _ceil_div(share, group // across * tile)
+    partial = _PARTIAL_BYTES[p.operands]
+    if p.operands == 3 and p.span > 0:
+        partial = _PARTIAL_ROW_BYTES
     header = 0
     if group == threads:
-        partial = _PARTIAL_BYTES[p.operands]
-        if p.operands == 3 and p.span > 0:
-            partial = _PARTIAL_ROW_BYTES
         header = positions * ((threads // 32 + 1) * partial + _COEFFICIENT_BYTES[p.operands])
         header = _ceil_div(header, 16) * 16
     tile_elements = tile * threads * width
@@ -262,7 +262,9 @@ def _built(
     else:
         blocks = _ceil_div(batch * number, threads // group) * parts
     numbers = p.geometry.batch * number * parts, 2 * sample_blocks * number * inner
-    wide = max(p.geometry.size, 3 * numbers[0], numbers[1] if samples else 0) >= _WIDE_FROM
+    wide = (
+        max(p.geometry.size, partial // 8 * numbers[0], numbers[1] if samples else 0) >= _WIDE_FROM
+    )
     options = {
         f"ELEMENT_{p.element.upper()}": 1,
         "WIDE": int(wide),
@@ -466,7 +468,7 @@ def _problem(
 ) -> _Problem:
     geometry, span = _canonical(geometry)
     access = _access(geometry, dtype.itemsize, lie, span > 0)
-    if operands == 3 and geometry.inner == 1:  # five sums of a column take ten registers
+    if operands == 3 and geometry.inner == 1:  # five numbers of a column take ten registers
         access = access._replace(width=min(access.width, 4))
     return _Problem(geometry, span, dtype.name, dtype.itemsize, operands, access, device)
 

@@ -307,7 +307,7 @@ def batch_norm_double_backward(
 
         u   = r * (gdx - <gdx> - v * <gdx * v>)
         ddy = weight * u + gdweight * v + gdbias
-        ddx = weight * r^2 * (v * (3 * <gdx * v> * <dy * v> - <gdx * dy> + <gdx> * <dy>)
+        ddx = weight * r^2 * (v * (3 * <gdx * v> * <dy * v> - <(gdx - <gdx>) * (dy - <dy>)>)
                               - <dy * v> * (gdx - <gdx>) - <gdx * v> * (dy - <dy>))
               + gdweight * r * (dy - <dy> - v * <dy * v>)
         ddweight = sum(dy * u)
@@ -320,8 +320,8 @@ def batch_norm_double_backward(
     gdx : array or None
         Gradient with respect to dx: shape and dtype of x.
     gdweight, gdbias : array, shape (C,), or None
-        Gradients with respect to dweight and dbias, any floating dtype. What is None counts
-        as 0.
+        Gradients with respect to dweight and dbias, any floating dtype. What is None
+        adds nothing.
     dy, x, saved, weight
         What `batch_norm_backward` was given.
 
@@ -339,8 +339,9 @@ def batch_norm_double_backward(
 
     Notes
     -----
-    A large mean of x costs no digits. Large means of both gdx and dy do: <gdx * dy> - <gdx> * <dy>
-    is taken as written, in float64 from sums of short chains in the accumulator type.
+    A large mean of x costs no digits; one of gdx or dy as many as in `batch_norm_backward`, those
+    that its deviations have not: products of deviations are summed about means of chunks, which
+    are merged in float64.
     """
     checks.saved_by("batch_norm_forward", BatchNormSaved, saved)
     return double_backward(

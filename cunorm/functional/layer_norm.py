@@ -207,8 +207,8 @@ def layer_norm_double_backward(
     gdx : array or None
         Gradient with respect to dx: shape and dtype of x.
     gdweight, gdbias : array, shape x.shape[axis:], or None
-        Gradients with respect to dweight and dbias, any floating dtype. What is None counts
-        as 0.
+        Gradients with respect to dweight and dbias, any floating dtype. What is None
+        adds nothing.
     dy, x, saved, weight
         What `layer_norm_backward` was given.
 
@@ -226,9 +226,9 @@ def layer_norm_double_backward(
 
     Notes
     -----
-    A large mean of x costs no digits. Large means of both gdx and dy * weight in a row do:
-    <gdx * h> - <gdx> * <h> is taken as written, in float64 from sums of short chains in the
-    accumulator type.
+    A large mean of x costs no digits; one of gdx or dy as many as in `layer_norm_backward`, those
+    that its deviations have not: products of deviations are summed about means of chunks, which
+    are merged in float64.
     """
     checks.saved_by("layer_norm_forward", LayerNormSaved, saved)
     return double_backward(
