@@ -74,16 +74,23 @@ def cuda_backend() -> ModuleType:
 class Place:
     """Where the arrays of a call lie: what computes on them, and whose the results are.
 
-    As a context it makes a GPU the current one for as long as the call lasts.
+    As a context it makes a GPU the current one for as long as the call lasts. `read_only` names
+    arguments that must not be written, which CuPy's arrays, unlike NumPy's, do not say themselves.
     """
 
-    __slots__ = ("_device", "_export", "backend", "xp")
+    __slots__ = ("_device", "_export", "backend", "read_only", "xp")
 
     def __init__(
-        self, xp: Any, backend: ModuleType, export: Export | None = None, device: Any = None
+        self,
+        xp: Any,
+        backend: ModuleType,
+        export: Export | None = None,
+        device: Any = None,
+        read_only: tuple[str, ...] = (),
     ) -> None:
         self.xp = xp
         self.backend = backend
+        self.read_only = read_only
         self._export = export
         self._device = device
 
@@ -124,7 +131,23 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
     export = None if own else _exporter(name, value)
     if device is None:
         return views, Place(np, cpu_backend(), export)
-    return views, _gpu_place(device, export)
+    read_only = tuple(n for n, v in zip(names, values, strict=True) if _is_of_jax(v))
+    if "out" in read_only:
+        raise read_only_error("out")
+    return views, _gpu_place(device, export, read_only)
+
+
+def read_only_error(name: str) -> ValueError:
+    """What to raise if this argument is to be written and must not be."""
+    return ValueError(
+        f"{name}: expected a writable array, got a read-only one (JAX's are; NumPy's and CuPy's "
+        "may go with them)"
+    )
+
+
+def _is_of_jax(value: Any) -> bool:
+    """JAX's arrays are immutable, but do not say so through DLPack."""
+    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 @cache
@@ -133,11 +156,13 @@ def _gpu() -> Place:
     return Place(sys.modules["cupy"], cuda_backend())
 
 
-def _gpu_place(device: int, export: Export | None) -> Place:
+def _gpu_place(device: int, export: Export | None, read_only: tuple[str, ...] = ()) -> Place:
     here = _gpu()
     if here.xp.cuda.runtime.getDevice() != device:
-        return Place(here.xp, here.backend, export, here.xp.cuda.Device(device))
-    return here if export is None else Place(here.xp, here.backend, export)
+        return Place(here.xp, here.backend, export, here.xp.cuda.Device(device), read_only)
+    if export is None and not read_only:
+        return here
+    return Place(here.xp, here.backend, export, None, read_only)
 
 
 def device_of_all(names: Sequence[str], arrays: Sequence[Any]) -> Any:
@@ -182,11 +207,16 @@ def _view(name: str, value: Any) -> Any:
     if cupy is not None and isinstance(value, cupy.ndarray):
         return value
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
+        traced = _is_of_jax(value) and type(value).__name__.endswith("Tracer")
+        hint = ", which has no elements yet: call through jax.pure_callback" if traced else ""
         raise TypeError(
             f"{name}: expected an array (NumPy, CuPy or anything with __dlpack__), "
-            f"got {type(value).__name__}"
+            f"got {type(value).__name__}{hint}"
         )
-    device, _ = value.__dlpack_device__()
+    try:
+        device, _ = value.__dlpack_device__()
+    except Exception as error:
+        raise _not_shared(name, value, error) from error
     if device in _DLPACK_CUDA:
         missing = cuda_missing()
         if missing is not None:
@@ -206,17 +236,26 @@ def _view(name: str, value: Any) -> Any:
             f"{name}: expected an array that records no gradients, got a {type(value).__name__} "
             "that requires them; pass its detach(), and give the gradients to your framework"
         )
+    if getattr(value, "is_neg", bool)():  # PyTorch's DLPack forgets about the sign
+        raise TypeError(
+            f"{name}: expected an array whose memory holds its values, got a "
+            f"{type(value).__name__} that negates them; pass its resolve_neg()"
+        )
     try:
         if _is_bfloat16(value):
             import ml_dtypes
 
+            if module is np and _is_of_jax(value):  # whose `view` copies
+                return np.asarray(value)
             integers = value.view(_namespace(name, value).uint16)
             return module.from_dlpack(integers).view(ml_dtypes.bfloat16)
         return module.from_dlpack(value)
     except Exception as error:
-        raise TypeError(
-            f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}"
-        ) from error
+        raise _not_shared(name, value, error) from error
+
+
+def _not_shared(name: str, value: Any, error: Exception) -> TypeError:
+    return TypeError(f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}")
 
 
 def _is_bfloat16(value: Any) -> bool:

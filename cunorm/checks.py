@@ -197,7 +197,7 @@ def writable(name: str, array: np.ndarray | None) -> None:
         return
     flags = array.flags
     if not getattr(flags, "writeable", True):  # CuPy's arrays always are
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+        raise arrays.read_only_error(name)
     if flags.c_contiguous or flags.f_contiguous:
         return
     reach = array.itemsize
@@ -313,8 +313,13 @@ def _fraction(name: str, value: Any) -> float:
     return number
 
 
-def running_statistics(running_mean: Any, running_var: Any, **inputs: Any) -> None:
+def running_statistics(
+    place: arrays.Place, running_mean: Any, running_var: Any, **inputs: Any
+) -> None:
     """Running statistics that are written: writable, and apart from each other and the inputs."""
+    for name in ("running_mean", "running_var"):
+        if name in place.read_only:
+            raise arrays.read_only_error(name)
     if _own_memory(running_mean, running_var, inputs.values()):
         return
     _apart("running_mean", running_mean, inputs)

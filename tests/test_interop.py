@@ -1,7 +1,7 @@
 """Arrays of other frameworks through DLPack: no copy, and results of the caller's own type.
 
 The stand-in below has only what the array standard and PyTorch have in common; the
-same tests run on PyTorch itself where it is installed.
+same tests run on PyTorch and on JAX where they are installed (the extra `interop`).
 """
 
 import sys
@@ -47,6 +47,8 @@ def from_dlpack(array):
 def to_numpy(value):
     if isinstance(value, Tensor):
         return value.array
+    if type(value).__module__.startswith("jax"):
+        return np.asarray(value)
     if value.dtype == sys.modules["torch"].bfloat16:
         return value.view(sys.modules["torch"].uint16).numpy().view(bfloat16)
     return value.numpy()
@@ -55,17 +57,34 @@ def to_numpy(value):
 def from_numpy(framework, array):
     if framework == "stand-in":
         return Tensor(array)
+    if framework == "jax":
+        return sys.modules["jax"].numpy.array(array)  # a copy, since it is said not to change
     torch = sys.modules["torch"]
     if array.dtype == bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
-@pytest.fixture(params=["stand-in", "torch"])
+def installed(name):
+    return pytest.importorskip(name, reason=f"{name} is not installed (the extra interop)")
+
+
+@pytest.fixture(params=["stand-in", "torch", "jax"])
 def framework(request):
-    if request.param == "torch":
-        pytest.importorskip("torch", reason="PyTorch is not installed")
-    return request.param
+    if request.param == "jax":
+        with installed("jax").enable_x64(True):
+            yield "jax"
+    else:
+        if request.param == "torch":
+            installed("torch")
+        yield request.param
+
+
+@pytest.fixture
+def mutable(framework):
+    if framework == "jax":
+        pytest.skip("JAX's arrays are not written to")
+    return framework
 
 
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
@@ -75,6 +94,8 @@ def test_round_trip(rng, framework, dtype):
     weight = rng.standard_normal(4).astype(accumulator)
     running = np.zeros(4, accumulator), np.ones(4, accumulator)
     theirs = [from_numpy(framework, a.copy()) for a in (x, weight, *running, dy)]
+    if framework == "jax":
+        theirs[2:4] = [a.copy() for a in running]
     y, saved = cunorm.batch_norm_forward(x, weight, None, *running)
     gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
     their_y, their_saved = cunorm.batch_norm_forward(theirs[0], theirs[1], None, *theirs[2:4])
@@ -88,15 +109,43 @@ def test_round_trip(rng, framework, dtype):
         (running[1], theirs[3]),
         *zip(gradients, their_gradients, strict=True),
     ]:
-        assert to_numpy(other).dtype == ours.dtype
-        np.testing.assert_array_equal(to_numpy(other), ours)
+        other = other if isinstance(other, np.ndarray) else to_numpy(other)
+        assert other.dtype == ours.dtype
+        np.testing.assert_array_equal(other, ours)
 
 
-def test_memory_is_shared(rng, framework):
+def address(value):
+    return value.unsafe_buffer_pointer() if hasattr(value, "unsafe_buffer_pointer") else (
+        to_numpy(value).__array_interface__["data"][0]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
+def test_nothing_is_copied(rng, framework, dtype, monkeypatch):
+    """Kernels get the caller's memory, and the caller the kernels'."""
+    from cunorm.cpu import transform
+
+    x = from_numpy(framework, rng.standard_normal((64, 4, 50)).astype(dtype))
+    seen = []
+    normalize = transform.normalize
+
+    def note(source, *arguments, **options):
+        statistics = normalize(source, *arguments, **options)
+        seen.extend(a.__array_interface__["data"][0] for a in (source, arguments[-1]))
+        return statistics
+
+    monkeypatch.setattr(transform, "normalize", note)
+    y, _ = cunorm.batch_norm_forward(x)
+    assert seen[0] == address(x)
+    if framework != "jax":  # which takes no memory that begins off 64-byte boundaries
+        assert seen[1] == address(y)
+
+
+def test_memory_is_shared(rng, mutable):
     """`out` is written where it lies, and comes back as the very object given."""
     x = rng.standard_normal((6, 4, 5)).astype(np.float32)
-    out = from_numpy(framework, np.zeros_like(x))
-    theirs = from_numpy(framework, x)
+    out = from_numpy(mutable, np.zeros_like(x))
+    theirs = from_numpy(mutable, x)
     y, saved = cunorm.batch_norm_forward(theirs, out=out)
     expected, ours = cunorm.batch_norm_forward(x)
     assert y is out
@@ -122,7 +171,7 @@ def test_layer(rng, framework):
 )
 def test_every_norm(rng, framework, case, dtype):
     """Also of data whose samples are permuted in memory, and into memory of the caller's."""
-    for order in [(0, 1, 2), (0, 2, 1)]:
+    for order in [(0, 1, 2)] if framework == "jax" else [(0, 1, 2), (0, 2, 1)]:
         x, dy, weight, bias = operands(rng, case, (6, 4, 5), dtype)
         x = permuted(x, order)
         ours = case.forward(x, weight, bias)
@@ -131,9 +180,11 @@ def test_every_norm(rng, framework, case, dtype):
         gradients = case.backward(theirs[1], theirs[0], saved, theirs[2])
         results = [y, *gradients, *(saved or ())[:3]]
         expected = [ours[0], *case.backward(dy, x, ours[1], weight), *(ours[1] or ())[:3]]
-        out = from_numpy(framework, np.zeros_like(x))
-        assert case.forward(theirs[0], *theirs[2:], out=out)[0] is out
-        for result, own in zip([*results, out], [*expected, ours[0]], strict=True):
+        if framework != "jax":
+            out = from_numpy(framework, np.zeros_like(x))
+            assert case.forward(theirs[0], *theirs[2:], out=out)[0] is out
+            np.testing.assert_array_equal(to_numpy(out), ours[0])
+        for result, own in zip(results, expected, strict=True):
             assert (result is None) == (own is None)
             if own is not None:
                 assert type(result) is type(theirs[0])
@@ -141,11 +192,117 @@ def test_every_norm(rng, framework, case, dtype):
 
 
 def test_tensor_that_requires_gradients():
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    torch = installed("torch")
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.zeros((4, 3), requires_grad=True, dtype=dtype)
         with pytest.raises(TypeError, match=r"x: .*that records no gradients.* detach\(\)"):
             cunorm.batch_norm_forward(x)
+
+
+def test_tensors_that_are_no_plain_memory():
+    """Each is told what it is; a negation that is only noted must not be lost."""
+    torch = installed("torch")
+    values = torch.randn(4, 3, dtype=torch.complex64).conj().imag
+    assert values.is_neg()
+    for tensor, message in (
+        (values, r"x: .*negates them; pass its resolve_neg\(\)"),
+        (torch.zeros(4, 3).to_sparse(), "x: Tensor cannot be shared through DLPack: .*layout"),
+        (torch.zeros(4, 3, device="meta"), "x: Tensor cannot be shared through DLPack: .*meta"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            cunorm.batch_norm_forward(tensor)
+    with pytest.raises(TypeError, match=r"x: expected dtype float16, .* got int32"):
+        cunorm.batch_norm_forward(torch.zeros(4, 3, dtype=torch.int32))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match=r"weight: .* got a Parameter that requires them"):
+        cunorm.batch_norm_forward(torch.zeros(4, 3), parameter)
+    with torch.inference_mode():
+        y, _ = cunorm.layer_norm_forward(torch.randn(4, 3))
+    assert type(y) is torch.Tensor
+
+
+def test_memory_order_of_tensors(rng):
+    """Channels last stays so; a broadcast or sliced tensor is computed like any other."""
+    torch = installed("torch")
+    x = torch.from_numpy(rng.standard_normal((6, 4, 5, 3), dtype=np.float32))
+    expected, _ = cunorm.batch_norm_forward(x.numpy())
+    y, _ = cunorm.batch_norm_forward(x.contiguous(memory_format=torch.channels_last))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=1e-5)
+    for view in (x[::2, :, 1:], x[:1].expand(6, 4, 5, 3), x.transpose(0, 3)):
+        y, _ = cunorm.batch_norm_forward(view)
+        expected, _ = cunorm.batch_norm_forward(view.numpy())
+        np.testing.assert_array_equal(y.numpy(), expected)
+
+
+def test_arrays_that_are_never_written(rng):
+    """What JAX holds does not change; running statistics of another library go with it."""
+    jax = installed("jax")
+    x = jax.numpy.asarray(rng.standard_normal((6, 4), dtype=np.float32))
+    zeros, ones = jax.numpy.zeros(4), jax.numpy.ones(4)
+    for call, name in (
+        (lambda: cunorm.batch_norm_forward(x, None, None, zeros, ones), "running_mean"),
+        (lambda: cunorm.batch_norm_forward(x, out=jax.numpy.zeros_like(x)), "out"),
+        (lambda: cunorm.update_running_statistics(zeros, None, ones, ones, 6), "running_mean"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: .*read-only one .JAX's are; NumPy's"):
+            call()
+    y, _ = cunorm.batch_norm_forward(x, None, None, zeros, ones, training=False)
+    np.testing.assert_allclose(np.asarray(y), np.asarray(x), rtol=1e-5)
+    assert not np.asarray(zeros).any()
+    mean, var = np.zeros(4, np.float32), np.ones(4, np.float32)
+    cunorm.batch_norm_forward(x, None, None, mean, var, exponential_average_factor=1.0)
+    np.testing.assert_allclose(mean, np.asarray(x).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_arrays_of_jax_on_a_gpu_are_known_by_their_type():
+    """CuPy's view of one does not say that it is read-only."""
+    from cunorm import arrays, checks
+
+    immutable = type("ArrayImpl", (), {"__module__": "jaxlib._jax"})()
+    assert arrays._is_of_jax(immutable)
+    assert not arrays._is_of_jax(np.zeros(3))
+    mean, var = np.zeros((2, 3))
+    place = arrays.Place(np, None, read_only=("running_var",))
+    with pytest.raises(ValueError, match="running_var: expected a writable array"):
+        checks.running_statistics(place, mean, var)
+
+
+def test_values_that_are_still_computed(rng):
+    """JAX returns before it has computed; whoever reads the memory has to wait."""
+    jax = installed("jax")
+
+    @jax.jit
+    def slow(x):
+        return jax.numpy.linalg.matrix_power(x / 1000, 20) + x
+
+    x = jax.numpy.asarray(rng.standard_normal((1000, 1000), dtype=np.float32))
+    slow(x).block_until_ready()
+    for i in range(3):
+        later = slow(x + i)
+        y, _ = cunorm.layer_norm_forward(later)
+        expected, _ = cunorm.layer_norm_forward(np.array(later))
+        np.testing.assert_array_equal(np.asarray(y), expected)
+
+
+def test_traced_values():
+    jax = installed("jax")
+    for transform in (jax.jit, jax.grad, jax.vmap):
+        with pytest.raises(TypeError, match=r"x: .*Tracer, which has no elements yet: .*callback"):
+            transform(lambda x: cunorm.layer_norm_forward(x)[0].sum())(jax.numpy.ones((3, 4)))
+
+
+def test_libraries_together(rng):
+    """The first array decides whose the results are."""
+    torch, jax = installed("torch"), installed("jax")
+    x = rng.standard_normal((6, 4), dtype=np.float32)
+    weight = rng.standard_normal(4, dtype=np.float32)
+    expected, _ = cunorm.layer_norm_forward(x, weight)
+    for make in (np.asarray, torch.from_numpy, jax.numpy.asarray):
+        for other in (np.asarray, torch.from_numpy, jax.numpy.asarray):
+            y, _ = cunorm.layer_norm_forward(make(x), other(weight))
+            assert type(y) is type(make(x))
+            np.testing.assert_array_equal(np.asarray(y), expected)
 
 
 def test_framework_without_a_way_back(rng):

@@ -169,7 +169,7 @@ def batch_norm_forward(
         ],
     )  # fmt: skip
     if training:
-        checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
+        checks.running_statistics(place, running_mean, running_var, x=x, weight=weight, bias=bias)
     if out is not None:
         checks.output(
             out, x, ("x",),
@@ -619,7 +619,7 @@ def update_running_statistics(
     for name, array in (("running_mean", running_mean), ("running_var", running_var)):
         if array is not None:
             checks.statistic(name, array, (number,))
-    checks.running_statistics(running_mean, running_var)
+    checks.running_statistics(place, running_mean, running_var)
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     correction = checks.not_negative("correction", correction)
     count = checks.number_of_values("count", count, 0)

@@ -154,7 +154,7 @@ def conv_batch_norm_forward(
     )  # fmt: skip
     if training:
         checks.running_statistics(
-            running_mean, running_var, x=x, conv_weight=conv_weight, weight=weight, bias=bias
+            place, running_mean, running_var, x=x, conv_weight=conv_weight, weight=weight, bias=bias
         )
     with place:
         if convolution is None:

@@ -155,7 +155,7 @@ def instance_norm_forward(
         x.size // max(1, x.shape[0] * number), correction, checks.several_spatial_values, x.shape,
     )  # fmt: skip
     if use_input_stats:
-        checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
+        checks.running_statistics(place, running_mean, running_var, x=x, weight=weight, bias=bias)
     if out is not None:
         checks.output(
             out, x, ("x",),

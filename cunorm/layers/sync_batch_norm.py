@@ -233,7 +233,7 @@ def _forward(
     check_channels(x, num_features, channel_axis)
     for name, vector in zip(names[1:], vectors, strict=True):
         checks.per_channel(name, vector, number, x.dtype)
-    checks.running_statistics(running_mean, running_var, x=x, weight=weight, bias=bias)
+    checks.running_statistics(place, running_mean, running_var, x=x, weight=weight, bias=bias)
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
     updated = [running_mean is not None, running_var is not None]
