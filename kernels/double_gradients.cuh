@@ -143,8 +143,12 @@ __device__ inline DoubleCoefficients combine(
         s = shares(r, low, a.count, sums, w, gw * (a.count * sums.of[DoubleSums::MEAN_H]),
                    gw * sums.of[DoubleSums::HX]);
     e = w * r;
-    f = w * s.q + gw * r;
-    shift = w * s.t + a.gbias.get(parameter, 0.0) - times_residual(low, r * gw);
+    f = gw * r;
+    shift = a.gbias.get(parameter, 0.0) - times_residual(low, r * gw);
+    if (a.training) {
+        f += w * s.q;
+        shift += w * s.t;
+    }
 #endif
     return {mean_of(a, channel), static_cast<Accumulator>(e), static_cast<Accumulator>(f),
             static_cast<Accumulator>(shift), static_cast<Accumulator>(s.a),

@@ -421,6 +421,32 @@ def test_what_given_statistics_leave_out(rng, small_pieces, axis, streamed):
     assert ddx[place] == np.copysign(np.inf, gdweight[channel])
     np.testing.assert_array_equal(ddx[elsewhere], expected[1][elsewhere])
 
+    weight = weight.copy()
+    weight[channel] = np.inf
+    ddy, ddx, ddweight = found(gdx, gdweight, gdbias, dy, x)
+    np.testing.assert_array_equal(ddx, expected[1])
+    np.testing.assert_array_equal(ddweight, expected[2])
+    signs = np.copysign(np.inf, np.take(gdx, channel, axis))
+    np.testing.assert_array_equal(np.take(ddy, channel, axis), signs)
+
+
+def test_nothing_upstream_of_dx(rng):
+    """Then dweight has no gradient with respect to the weight, whatever dy is."""
+    _, gdweight, gdbias, dy, x, weight = draw(rng, (6, 3, 5), (3,), np.float32)
+    dy[2, 1, 3] = np.inf
+    for training in (True, False):
+        running = np.zeros(3, np.float32), np.ones(3, np.float32)
+        _, saved = cunorm.batch_norm_forward(x, weight, None, *running, training=training)
+        ddy, _, ddweight = cunorm.batch_norm_double_backward(
+            None, gdweight, gdbias, dy, x, saved, weight
+        )
+        assert np.isfinite(ddy).all()
+        assert not ddweight.any()
+    _, saved = cunorm.layer_norm_forward(x)
+    ddy, _, ddweight = cunorm.layer_norm_double_backward(None, x[0, 0], None, dy, x, saved)
+    assert np.isfinite(ddy).all()
+    assert not ddweight.any()
+
 
 @pytest.mark.cpu
 def test_threads_make_no_difference(rng, threads, small_pieces):

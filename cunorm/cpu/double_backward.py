@@ -144,14 +144,16 @@ def _coefficients(x, channel, training, residual, inv_std, weight, gweight, gbia
     r = np.float64(load(inv_std, channel))
     w, gw = _value(weight, channel, 1.0), _value(gweight, channel, 0.0)
     low = residual_times(residual, channel, 1.0)
-    q, t, a, c, d = 0.0, 0.0, 0.0, 0.0, 0.0
+    a, c, d = 0.0, 0.0, 0.0
+    f, s = gw * r, _value(gbias, channel, 0.0)
     if training:
         q, t, a, c, d = _shares(r, low, sums, w, gw * sums[_MEAN_H], gw * sums[_HX])
-    s = w * t + _value(gbias, channel, 0.0)
+        f += w * q
+        s += w * t
     if low != 0.0:
         s -= low * r * gw
     return (
-        as_accumulator(x, w * r), as_accumulator(x, w * q + gw * r), as_accumulator(x, s),
+        as_accumulator(x, w * r), as_accumulator(x, f), as_accumulator(x, s),
         as_accumulator(x, a), as_accumulator(x, c), as_accumulator(x, d), load(inv_std, channel),
     )  # fmt: skip
 
@@ -915,13 +917,13 @@ def double_backward(
 ):  # fmt: skip
     """Gradients of `backward` with respect to dy, x and weight into `ddy`, `ddx`, `ddweight`.
 
-    Each of gdx, gdweight, gdbias, residual, weight may be None; absent gradients are 0, an absent
-    weight is 1. In training mean and inv_std are those of x. Statistics are of single groups, or
-    of rows in which every element is one.
+    Each of gdx, gdweight, gdbias, residual, weight and ddweight may be None; absent gradients are
+    0, an absent weight is 1. In training mean and inv_std are those of x. Statistics are of single
+    groups, or of rows in which every element is one.
     """
     dtype = statistics_dtype(x.dtype)
     residual = NONE[dtype] if residual is None else residual
-    ddweight = flat(ddweight)
+    ddweight = NONE[dtype] if ddweight is None else flat(ddweight)
     arrays: list[Any] = [flat(array) for array in (dy, x, ddy, ddx)]
     arrays.insert(0, None if gdx is None else flat(gdx))
     streaming = x.nbytes >= STREAMING_BYTES

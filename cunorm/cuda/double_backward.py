@@ -28,9 +28,9 @@ def double_backward(
 ):  # fmt: skip
     """Gradients of `backward` with respect to dy, x and weight into `ddy`, `ddx`, `ddweight`.
 
-    Each of gdx, gdweight, gdbias, residual, weight may be None; absent gradients are 0, an absent
-    weight is 1. In training mean and inv_std are those of x. Statistics are of single groups, or
-    of rows in which every element is one.
+    Each of gdx, gdweight, gdbias, residual, weight and ddweight may be None; absent gradients are
+    0, an absent weight is 1. In training mean and inv_std are those of x. Statistics are of single
+    groups, or of rows in which every element is one.
     """
     given = [address(gdx), *map(source.pointer, (dy, x, ddy, ddx))]
     lie = launch.alignment(*given)
@@ -40,7 +40,8 @@ def double_backward(
     empty, dtype = source.array_module().empty, statistics_dtype(x.dtype)
 
     gradients = None
-    if plan.rows or geometry.parameters < geometry.batch * geometry.group:
+    one_each = not plan.rows and geometry.parameters == geometry.batch * geometry.group
+    if ddweight is not None and not one_each:
         blocks = plan.sample_blocks if plan.rows else geometry.batch
         gradients = empty((blocks, 1, geometry.parameters), dtype)
 

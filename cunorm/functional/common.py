@@ -323,7 +323,7 @@ def double_backward(
                 gradient, source,
                 *(lying(values, layout.statistics) for values in (mean, residual, inv_std)),
                 lying(weight, axes), training, layout.geometry(source.shape, order),
-                first.out, second.out, ddweight,
+                first.out, second.out, ddweight if upstream else None,
             )  # fmt: skip
         ddweight = _in_order_of_axes(ddweight, shape, axes, order)
         ddy, ddx, ddweight = place.export(first.finish(), second.finish(), ddweight)
