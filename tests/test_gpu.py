@@ -1,6 +1,8 @@
 """What only a GPU can show: CuPy's own arrays, streams, graphs, layers, sizes."""
 
 import contextlib
+import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tolerances import assert_within
 import cunorm
 
 pytestmark = pytest.mark.gpu
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture
@@ -271,3 +274,20 @@ def test_cudnn(cupy, rng):
                 actual.get().astype(np.float64), expected.get().astype(np.float64),
                 atol=tolerance * scale,
             )  # fmt: skip
+
+
+def test_example_of_a_graph(cupy):
+    """Replayed, it does what it does when it is called."""
+    spec = importlib.util.spec_from_file_location("cuda_graph", EXAMPLES / "cuda_graph.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x = cupy.random.standard_normal((4096, 64), dtype="float32")
+    step, other = module.Step(x, 3 * x + 2), module.Step(x, 3 * x + 2)
+    graph, stream, _pool = module.capture(step)
+    other()
+    for _ in range(100):
+        graph.launch(stream)
+        other()
+    stream.synchronize()
+    np.testing.assert_array_equal(step.weight.get(), other.weight.get())
+    assert float(step.loss) < 0.02
