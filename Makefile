@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: demo demo-parallel test lint bench bench-full wheel clean
+.PHONY: demo demo-parallel test lint docs bench bench-full wheel clean
 
 demo: .venv/installed-examples
 	$(BIN)/python examples/train_digits.py
@@ -22,6 +22,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/installed-docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
+	@echo "built: build/docs/index.html"
 
 bench: .venv/installed-dev
 	$(BIN)/python benchmarks/run.py

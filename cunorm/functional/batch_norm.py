@@ -372,7 +372,7 @@ def batch_norm_statistics(x: Array, *, channel_axis: int = 1, dtype: Any = None)
     Moments
         (count, mean, m2): an int and two arrays of shape (C,). An empty x has
         count 0 and zeros. Rounding a mean to float32 is an error of up to
-        6e-8 * |mean| / std standard deviations in what is computed from it;
+        ``6e-8 * |mean| / std`` standard deviations in what is computed from it;
         a mean in float64 has none, nor has `batch_norm_forward`.
 
     Raises

@@ -74,7 +74,7 @@ class LayerNorm(Layer):
 
         Parameters
         ----------
-        x : array, shape (..., *normalized_shape)
+        x : array, shape (...) + normalized_shape
 
         Returns
         -------

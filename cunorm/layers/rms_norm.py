@@ -88,7 +88,7 @@ class RMSNorm(Layer):
 
         Parameters
         ----------
-        x : array, shape (..., *normalized_shape)
+        x : array, shape (...) + normalized_shape
 
         Returns
         -------

@@ -53,9 +53,10 @@ class SyncBatchNorm(BatchNorm):
         Of mpi4py, `cupyx.distributed` or `cupy.cuda.nccl`, or a `cunorm.Communicator`.
     device_pointers : bool
         With mpi4py, whether its MPI is CUDA-aware: see `cunorm.as_communicator`.
-    eps, momentum, exponential_average_factor, correction, affine,
-    track_running_statistics, channel_axis, dtype
-        As `BatchNorm`'s. The variance's divisor counts the values of all ranks.
+    eps, correction : float
+        As `BatchNorm`'s; the variance's divisor counts the values of all ranks.
+    momentum, exponential_average_factor, affine, track_running_statistics, channel_axis, dtype
+        As `BatchNorm`'s.
 
     Attributes
     ----------
