@@ -1,9 +1,10 @@
 # Everything a contributor does. Each command makes .venv and installs what it needs.
 
 PYTHON ?= python3
+MINUTES ?= 10
 BIN = .venv/bin
 
-.PHONY: demo demo-parallel test lint docs bench bench-full wheel clean
+.PHONY: demo demo-parallel test soak lint docs bench bench-full wheel clean
 
 demo: .venv/installed-examples
 	$(BIN)/python examples/train_digits.py
@@ -22,6 +23,9 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+soak: .venv/installed-dev
+	$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
 docs: .venv/installed-docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
