@@ -287,6 +287,12 @@ def _exporter(name: str, value: Any) -> Export:
     return export
 
 
+def own(name: str, array: Any) -> Any:
+    """An array of any library as one of NumPy or CuPy that may be written."""
+    (view,), _ = adopt((name,), array)
+    return view if getattr(view.flags, "writeable", True) else view.copy()
+
+
 def move(array: Any, device: str) -> Any:
     """A NumPy or CuPy array as one of NumPy ("cpu") or CuPy ("cuda"); itself if it is one."""
     if device == "cpu":

@@ -27,7 +27,7 @@ class Variable:
 
 
 class BatchNormalization:
-    """chainer.functions.batch_normalization: decay is what running statistics keep."""
+    """One call of chainer.functions.batch_normalization; running statistics keep decay."""
 
     def __init__(self, running_mean, running_var, eps=2e-5, decay=0.9):
         self.running, self.options = (running_mean, running_var), {"eps": eps, "momentum": decay}

@@ -24,10 +24,10 @@ def BatchNorm(width: int) -> Model:  # noqa: N802 - as thinc names its layers
 
 def forward(model, X, is_train):  # noqa: N803
     weight, bias = model.get_param("weight"), model.get_param("bias")
-    running = model.attrs["mean"], model.attrs["var"]
-    y, saved = cunorm.batch_norm_forward(
-        X, weight, bias, *running, training=is_train, channel_axis=-1
-    )
+    for name in ("mean", "var"):  # read-only after `from_bytes`
+        model.attrs[name] = np.require(model.attrs[name], requirements="W")
+    parameters = weight, bias, model.attrs["mean"], model.attrs["var"]
+    y, saved = cunorm.batch_norm_forward(X, *parameters, training=is_train, channel_axis=-1)
 
     def backprop(dy):
         dx, dweight, dbias = cunorm.batch_norm_backward(dy, X, saved, weight)

@@ -1,4 +1,4 @@
-"""cunorm's batch norm in PyTorch: autograd functions around it, differentiable twice.
+"""cunorm's batch norm in PyTorch: autograd functions around it, of tensors, differentiable twice.
 
 python examples/torch_function.py
 """
@@ -39,6 +39,7 @@ class BatchNormBackward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream):
         dy, x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
+        upstream = (None if tensor is None else tensor.detach() for tensor in upstream)
         return *cunorm.batch_norm_double_backward(*upstream, dy, x, ctx.saved, weight), None
 
 

@@ -62,6 +62,18 @@ def test_torch_function():
     printed = run_example("torch_function")
     assert numbers(printed)[0] < 1e-14
     assert "\ngradcheck passed\ngradgradcheck passed\n" in printed
+    with_graph = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import torch
+from torch_function import BatchNorm
+x = torch.randn(6, 3, requires_grad=True)
+y = BatchNorm.apply(x, torch.ones(3), torch.zeros(3), torch.zeros(3), torch.ones(3), True)
+(gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+gradient.pow(2).sum().backward(create_graph=True)
+assert x.grad.any()
+"""
+    run_python("-c", with_graph)
 
 
 def test_jax_custom_vjp():
@@ -75,6 +87,15 @@ def test_thinc_layer():
     pytest.importorskip("thinc", reason="thinc is not installed (the extra interop)")
     losses = numbers(run_example("thinc_layer"))[1::2]
     assert losses[-1] < 0.05 < losses[0]
+    resumed = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import numpy as np
+from thinc_layer import BatchNorm
+x = np.ones((4, 3), np.float32)
+BatchNorm(3).from_bytes(BatchNorm(3).to_bytes()).begin_update(x)
+"""
+    run_python("-c", resumed)
 
 
 def test_chainer_layer():

@@ -161,6 +161,14 @@ def test_layer(rng, framework):
     np.testing.assert_array_equal(to_numpy(theirs(from_numpy(framework, x))), ours(x))
     dx = theirs.backward(from_numpy(framework, x))
     np.testing.assert_array_equal(to_numpy(dx), ours.backward(x))
+    for norm in (ours, theirs):  # a step of gradient descent, of parameters in NumPy
+        for name, parameter in norm.parameters.items():
+            norm.gradients[name] *= 0.5
+            parameter -= norm.gradients[name]
+    for name, parameter in ours.parameters.items():
+        assert type(theirs.gradients[name]) is np.ndarray
+        np.testing.assert_array_equal(theirs.parameters[name], parameter)
+        assert not np.array_equal(parameter, cunorm.BatchNorm(4).parameters[name])
     np.testing.assert_array_equal(theirs.running_var, ours.running_var)
     theirs.load_state_dict({n: from_numpy(framework, v) for n, v in ours.state_dict().items()})
 

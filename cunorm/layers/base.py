@@ -65,7 +65,10 @@ class Layer:
 
     @property
     def gradients(self) -> dict[str, Array]:
-        """What the last ``backward`` found for `parameters`, by the same names."""
+        """What the last ``backward`` found for `parameters`, by the same names.
+
+        Arrays of NumPy or CuPy, as the parameters are, whatever library x is from.
+        """
         return self._gradients
 
     def __call__(self, x: Array, **options: Any) -> Array:
@@ -104,7 +107,7 @@ class Layer:
         trains = [name in self.parameters for name in self._trained]
         dx, *found = function(dy, *inputs, self.weight, output_mask=(True, *trains), **options)
         named = zip(self._trained, found, strict=False)  # there may be no bias
-        self._gradients = {name: array for name, array in named if array is not None}
+        self._gradients = {name: arrays.own(name, a) for name, a in named if a is not None}
         self._cache = None
         return dx
 
