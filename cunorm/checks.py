@@ -101,7 +101,7 @@ def floating_dtype(name: str, dtype: Any) -> np.dtype:
             known = np.dtype(dtype)
     if known is None or not _is_floating(known):
         raise TypeError(
-            f"{name}: expected float16, bfloat16, float32 or float64, as NumPy's dtype or its name, "
+            f"{name}: expected float16, bfloat16, float32 or float64, a NumPy dtype or its name, "
             f"got {dtype!r}"
         )
     return known
