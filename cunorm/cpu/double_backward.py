@@ -165,9 +165,10 @@ def _write_weight(ddweight, channel, training, residual, inv_std, sums):
         r = np.float64(load(inv_std, channel))
         total = r * sums[_GH]
         if training:
-            low = residual_times(residual, channel, sums[_COUNT] * sums[_MEAN_H])
-            q, _, _, _, _ = _shares(r, residual_times(residual, channel, 1.0), sums, 1.0, 0.0, 0.0)
-            total += q * (sums[_HX] - low)
+            low = residual_times(residual, channel, 1.0)
+            low_dy = residual_times(residual, channel, sums[_COUNT] * sums[_MEAN_H])
+            q, _, _, _, _ = _shares(r, low, sums, 1.0, 0.0, 0.0)
+            total += q * (sums[_HX] - low_dy)
         store(ddweight, channel, as_accumulator(ddweight, total))
 
 
