@@ -208,7 +208,10 @@ __device__ inline void add_tile(
 
     #pragma unroll
     for (int s = 0; s < STATISTICS; ++s) {
-        Accumulator h[TILE][lanes], center_g = 0, center_h = 0, k = 0, kx = 0;
+        Accumulator h[TILE][lanes], center_g = 0, center_h = 0;
+#if SPANS
+        Accumulator k = 0, kx = 0;
+#endif
         #pragma unroll
         for (int i = 0; i < TILE; ++i) {
 #if SPANS
