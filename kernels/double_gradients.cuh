@@ -29,14 +29,19 @@ struct DoubleSums {
     __device__ void merge(const DoubleSums& other) {
         if (other.count == 0) return;
         const Accumulator share = other.count / (count + other.count);
-        const double delta_g = other.of[MEAN_G] - of[MEAN_G];
-        const double delta_h = other.of[MEAN_H] - of[MEAN_H];
-        of[MEAN_G] += delta_g * static_cast<double>(share);
-        of[MEAN_H] += delta_h * static_cast<double>(share);
-        of[GH] += delta_g * delta_h * static_cast<double>(count * share);
-        #pragma unroll
-        for (int i = GH; i < SIZE; ++i) of[i] += other.of[i];
+        add(other.of, static_cast<double>(share), static_cast<double>(count * share));
         count += other.count;
+    }
+
+    // Takes the sums of others but for their count, which makes `share` of all.
+    __device__ void add(const double (&other)[SIZE], double share, double weight) {
+        const double delta_g = other[MEAN_G] - of[MEAN_G];
+        const double delta_h = other[MEAN_H] - of[MEAN_H];
+        of[MEAN_G] += delta_g * share;
+        of[MEAN_H] += delta_h * share;
+        of[GH] += delta_g * delta_h * weight;
+        #pragma unroll
+        for (int i = GH; i < SIZE; ++i) of[i] += other[i];
     }
 
     __device__ DoubleSums down(int offset, int width) const {
@@ -205,6 +210,8 @@ __device__ inline void add_tile(
         for (int l = 0; l < lanes; ++l) number += tile.access[i].has(l) ? 1 : 0;
     if (number == 0) return;
     const Accumulator reciprocal = 1 / number;
+    const Accumulator before = sums[0].count, after = before + number;  // of all statistics
+    const double share = number / after, weight = before * (number / after);
 
     #pragma unroll
     for (int s = 0; s < STATISTICS; ++s) {
@@ -253,15 +260,16 @@ __device__ inline void add_tile(
         const Accumulator rest_g = a.training ? sum_g * reciprocal : 0;
         const Accumulator rest_h = a.training ? sum_h * reciprocal : 0;
         if (a.training) gh -= sum_g * rest_h;  // else 0 * infinity
-        sums[s].merge({
-            {static_cast<double>(center_g) + static_cast<double>(rest_g),
-             static_cast<double>(center_h) + static_cast<double>(rest_h),
-             static_cast<double>(gh), static_cast<double>(gx), static_cast<double>(hx),
+        const double of_tile[DoubleSums::SIZE] = {
+            static_cast<double>(center_g) + static_cast<double>(rest_g),
+            static_cast<double>(center_h) + static_cast<double>(rest_h),
+            static_cast<double>(gh), static_cast<double>(gx), static_cast<double>(hx),
 #if SPANS
-             static_cast<double>(k), static_cast<double>(kx),
+            static_cast<double>(k), static_cast<double>(kx),
 #endif
-            },
-            number});
+        };
+        sums[s].add(of_tile, share, weight);
+        sums[s].count = after;
     }
 }
 

@@ -220,7 +220,7 @@ MUTANTS = {
     "gradients' means merged as one": (
         "test_double_backward_of_large_means",
         "double_gradients.cuh",
-        "of[GH] += delta_g * delta_h * static_cast<double>(count * share);",
+        "of[GH] += delta_g * delta_h * weight;",
         "",
     ),
     "tiles of three inputs kept in one place": (
