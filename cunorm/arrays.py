@@ -25,6 +25,8 @@ Array: TypeAlias = Any
 _DLPACK_CPU = (1, 3)  # plain and pinned memory
 _DLPACK_CUDA = (2, 13)  # device and managed memory
 
+LEAST_CAPABILITY = 75  # 7.5
+
 Export: TypeAlias = Callable[[Any], Array]
 
 _USUAL = frozenset((np.ndarray, type(None)))
@@ -39,14 +41,36 @@ def cuda_missing() -> str | None:
         return "CuPy is not installed (pip install cunorm[cuda13], or cuda12, as your driver is)"
     except Exception as error:
         return f"CuPy cannot be imported: {error}"
-    if int(cupy.__version__.partition(".")[0]) < 14:
-        return f"CuPy {cupy.__version__} is too old; 14 or newer is needed"
-    if not cupy.is_available():
-        return "CuPy finds no GPU, or no driver for it"
-    capability = cupy.cuda.Device().compute_capability
-    if int(capability) < 75:
-        return f"compute capability 7.5 or newer is needed, the GPU has {int(capability) / 10}"
+    if (old := _too_old(cupy)) is not None:
+        return old
+    runtime = cupy.cuda.runtime
+    try:
+        capability = int(cupy.cuda.Device().compute_capability)
+    except runtime.CUDARuntimeError as error:
+        driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+        if driver == 0:
+            return "no NVIDIA driver is installed"
+        if driver // 1000 < needed // 1000:
+            older = ", or pip install cunorm[cuda12]" if driver // 1000 == 12 else ""
+            return (
+                f"the NVIDIA driver is for CUDA {_version(driver)}, CuPy for CUDA "
+                f"{_version(needed)}: update the driver{older}"
+            )
+        return f"CuPy finds no GPU ({error})"
+    if capability < LEAST_CAPABILITY:
+        return f"compute capability 7.5 or newer is needed, the GPU has {capability / 10}"
     return None
+
+
+def _too_old(cupy: Any) -> str | None:
+    if int(cupy.__version__.partition(".")[0]) >= 14:
+        return None
+    return f"CuPy {cupy.__version__} is too old; 14 or newer is needed"
+
+
+def _version(number: int) -> str:
+    """A version of CUDA as people write it."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 @cache
@@ -153,7 +177,10 @@ def _is_of_jax(value: Any) -> bool:
 @cache
 def _gpu() -> Place:
     """Of CuPy arrays on the current GPU."""
-    return Place(sys.modules["cupy"], cuda_backend())
+    cupy = sys.modules["cupy"]
+    if (old := _too_old(cupy)) is not None:
+        raise RuntimeError(old)
+    return Place(cupy, cuda_backend())
 
 
 def _gpu_place(device: int, export: Export | None, read_only: tuple[str, ...] = ()) -> Place:

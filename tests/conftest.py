@@ -4,26 +4,18 @@ The tests of the public functions run on any backend: ``pytest --backend cuda-on
 executes the CUDA kernels on the CPU, ``--backend gpu`` on a GPU.
 """
 
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-_CHECKOUT = Path(__file__).parent.parent
+# Kernels that tests compile stay out of the package.
+os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "numba")
 
-# Numba looks only at the file of a function itself, not at what it calls, to
-# tell whether a compiled copy is still good. So the copies of each state of the
-# sources live in a folder of their own.
-_sources = b"".join(path.read_bytes() for path in sorted(_CHECKOUT.glob("cunorm/**/*.py")))
-os.environ["NUMBA_CACHE_DIR"] = str(
-    _CHECKOUT / ".cache" / f"numba-{hashlib.sha256(_sources).hexdigest()[:16]}"
-)
+import numpy as np
+from hypothesis import HealthCheck, settings
 
-import numpy as np  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
-
-import cunorm  # noqa: E402
+import cunorm
 
 # A first example may compile kernels, which takes seconds.
 settings.register_profile(

@@ -1,6 +1,7 @@
 """Compiling and launching through CuPy: with a stand-in for its driver, and with itself."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,16 @@ class CompileError(Exception):
     pass
 
 
+class CudaRuntimeError(RuntimeError):
+    """As CuPy's errors of the CUDA runtime are."""
+
+
 class Driver(types.ModuleType):
     """As much of CuPy as `cunorm.cuda.source` touches; notes what it is asked for."""
 
     def __init__(self):
         super().__init__("cupy")
+        self.__version__ = "14.0.0"
         self.current = 0
         self.compiled, self.launched = [], []
         self.error = None
@@ -38,6 +44,7 @@ class Driver(types.ModuleType):
             "sharedMemPerBlockOptin": 232448,
             "sharedMemPerMultiprocessor": 233472,
         }
+        runtime.CUDARuntimeError = CudaRuntimeError
         self.cuda = types.ModuleType("cupy.cuda")
         self.cuda.runtime = runtime
         self.cuda.compiler = types.SimpleNamespace(CompileException=CompileError)
@@ -97,11 +104,39 @@ def test_device_properties(driver):
     assert source.device().compute_capability == 100
 
 
-def test_compiler_that_fails(driver):
-    driver.error = CompileError("cannot open cuda_fp16.h")
-    with pytest.raises(RuntimeError, match=r"transform\.cu cannot be compiled .*ctk.*cuda_fp16"):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (CompileError("cannot open cuda_fp16.h"), r"transform\.cu cannot be .*cuda13.*cuda_fp16"),
+        (RuntimeError("CuPy failed to load libnvrtc.so.13"), r"cannot be .*\[cuda13\].*libnvrtc"),
+        (PermissionError(13, "Permission denied", "/k"), "cannot keep that.*'/k'.*CUPY_CACHE_DIR"),
+        (OSError(28, "No space left on device"), "No space left on device.*CUPY_CACHE_IN_MEMORY=1"),
+    ],
+)  # fmt: skip
+def test_compiler_that_fails(driver, error, message):
+    driver.error = error
+    with pytest.raises(RuntimeError, match=message) as raised:
         source.launch("transform.cu", "normalize", OPTIONS, 1, 128, 0, b"")
+    assert raised.value.__cause__ is error
     assert not source._functions
+    driver.error = None
+    source.launch(
+        "transform.cu", "normalize", OPTIONS, 1, 128, 0, b"12345678"
+    )  # the next try works
+
+
+def test_error_of_earlier_work(driver):
+    """What a kernel before left behind is not blamed on the compiler."""
+    driver.error = CudaRuntimeError("cudaErrorIllegalAddress")
+    with pytest.raises(CudaRuntimeError, match=r"^cudaErrorIllegalAddress$"):
+        source.launch("transform.cu", "normalize", OPTIONS, 1, 128, 0, b"")
+
+
+def test_unsupported_gpu(driver):
+    driver.current = -2
+    with pytest.raises(RuntimeError, match=r"7\.5 or newer is needed, GPU -2 has 7\.0"):
+        source.device()
+    assert not source._devices
 
 
 def test_digest_covers_every_source(monkeypatch, tmp_path):
@@ -207,8 +242,16 @@ def test_overlap_of_gpu_arrays():
             assert arrays.may_overlap(Remote(a), Remote(b)) == np.may_share_memory(a, b)
 
 
+class Unavailable:
+    """A device that there is not."""
+
+    @property
+    def compute_capability(self):
+        raise CudaRuntimeError("cudaErrorNoDevice")
+
+
 def test_why_cuda_is_missing(driver, monkeypatch):
-    """Too old a CuPy, a broken one, no GPU, too old a GPU, and then none of these."""
+    """Too old a CuPy, driver or GPU, none, or a broken CuPy; and then none of these."""
 
     def missing():
         arrays.cuda_missing.cache_clear()
@@ -216,10 +259,24 @@ def test_why_cuda_is_missing(driver, monkeypatch):
 
     driver.__version__ = "13.6.0"
     assert missing() == "CuPy 13.6.0 is too old; 14 or newer is needed"
+    with pytest.raises(RuntimeError, match=r"^CuPy 13\.6\.0 is too old"):
+        arrays._gpu()
     driver.__version__ = "14.2.0"
-    driver.is_available = lambda: False
-    assert missing() == "CuPy finds no GPU, or no driver for it"
-    driver.is_available = lambda: True
+    driver.cuda.Device = Unavailable
+    runtime = driver.cuda.runtime
+    runtime.runtimeGetVersion = lambda: 13020
+    for version, reason in (
+        (0, "no NVIDIA driver is installed"),
+        (11080, "the NVIDIA driver is for CUDA 11.8, CuPy for CUDA 13.2: update the driver"),
+        (
+            12040,
+            "the NVIDIA driver is for CUDA 12.4, CuPy for CUDA 13.2: update the driver, or "
+            "pip install cunorm[cuda12]",
+        ),
+        (13000, "CuPy finds no GPU (cudaErrorNoDevice)"),
+    ):
+        runtime.driverGetVersion = lambda version=version: version
+        assert missing() == reason
     driver.cuda.Device = lambda: types.SimpleNamespace(compute_capability="70")
     assert missing() == "compute capability 7.5 or newer is needed, the GPU has 7.0"
     driver.cuda.Device = lambda: types.SimpleNamespace(compute_capability="90")
@@ -264,4 +321,4 @@ def test_real_cupy():
     assert cupy.cuda.function.CNumpyArray(np.zeros(1, "V8")).ptr  # arguments by value
     if not cupy.is_available():
         assert not cunorm.is_available("cuda")
-        assert "no GPU" in arrays.cuda_missing()
+        assert re.search("no GPU|no NVIDIA driver", arrays.cuda_missing())

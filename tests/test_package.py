@@ -178,23 +178,6 @@ def test_readme(tmp_path, monkeypatch):
     np.testing.assert_allclose(np.concatenate(namespace["y"]), whole, atol=1e-5)
 
 
-def test_nowhere_to_keep_compiled_kernels():
-    """A warning says so, and everything works."""
-    code = """
-import warnings, numpy as np, cunorm
-from numba.core import caching
-def refuse(self, function):
-    raise RuntimeError("cannot cache function: no locator available")
-caching.CacheImpl.__init__ = refuse
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    moments = cunorm.batch_norm_statistics(np.ones((4, 3)))
-assert moments.mean.tolist() == [1, 1, 1]
-print({str(warning.message) for warning in caught})
-"""
-    assert "NUMBA_CACHE_DIR" in run_python("-c", code).stdout
-
-
 def test_wheel(tmp_path):
     """Holds the package with its type marker, and nothing else at the top."""
     run_python("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path),

@@ -12,7 +12,6 @@ That is what lets LLVM turn the loops around them into plain vector code.
 from __future__ import annotations
 
 import os
-import warnings
 
 import numpy as np
 from llvmlite import ir
@@ -20,6 +19,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
+
+from .cache import KernelCache, warn_not_kept
 
 if hasattr(os, "register_at_fork"):
     # A child forked while another thread compiles would inherit a compiler lock
@@ -52,16 +53,12 @@ strict_function = njit(forceinline=True, _nrt=False, nogil=True, error_model="nu
 
 def kernel(function):
     """A function that Python calls: compiled once per machine, then cached on disk."""
+    compiled = njit(**_OPTIONS)(function)
     try:
-        return njit(cache=True, **_OPTIONS)(function)
+        compiled._cache = KernelCache(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written
-        warnings.warn(
-            "no folder to keep compiled kernels in can be written: every process compiles them "
-            "anew. Set the environment variable NUMBA_CACHE_DIR to one that can",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return njit(**_OPTIONS)(function)
+        warn_not_kept("no folder can be written")
+    return compiled
 
 
 def _accumulator(dtype):

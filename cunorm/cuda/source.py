@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import LEAST_CAPABILITY
 from .launch import Device
 
 __all__ = ["array_module", "device", "launch", "pointer"]
@@ -61,8 +62,13 @@ def device() -> Device:
     found = _devices.get(number)
     if found is None:
         properties = runtime.getDeviceProperties(number)
+        capability = 10 * properties["major"] + properties["minor"]
+        if capability < LEAST_CAPABILITY:
+            raise RuntimeError(
+                f"compute capability 7.5 or newer is needed, GPU {number} has {capability / 10}"
+            )
         found = _devices[number] = Device(
-            compute_capability=10 * properties["major"] + properties["minor"],
+            compute_capability=capability,
             multiprocessors=properties["multiProcessorCount"],
             shared_per_block=properties["sharedMemPerBlockOptin"],
             shared_per_multiprocessor=properties["sharedMemPerMultiprocessor"],
@@ -98,10 +104,18 @@ def _function(file: str, name: str, options: tuple[str, ...]) -> Any:
     )
     try:
         kernel = module.get_function(name)
-    except cupy.cuda.compiler.CompileException as error:
+    except OSError as error:
+        raise RuntimeError(
+            f"{file} is compiled, but CuPy cannot keep that on disk: {error}. The environment "
+            "variable CUPY_CACHE_DIR can name another folder; CUPY_CACHE_IN_MEMORY=1 does without"
+        ) from error
+    except Exception as error:
+        compiling = isinstance(error, cupy.cuda.compiler.CompileException)
+        if not compiling and type(error) is not RuntimeError:  # CuPy's when NVRTC cannot be loaded
+            raise
         raise RuntimeError(
             f"{file} cannot be compiled for this GPU; are NVRTC and the CUDA headers of CuPy's "
-            f"CUDA version installed (pip install cupy-cuda13x[ctk], say)? {error}"
+            f"CUDA version installed (pip install cunorm[cuda13], or cuda12)? {error}"
         ) from error
     kernel.max_dynamic_shared_size_bytes = device().shared_per_block
     return kernel.kernel

@@ -1,0 +1,120 @@
+"""Compiled kernels on disk: kept, never stale, and no error whatever happens to the files."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cunorm
+
+PACKAGE = Path(cunorm.__file__).parent
+
+STATISTICS = """
+import numpy as np, cunorm
+from cunorm.cpu.cache import KernelCache
+x = np.arange(12, dtype=np.{dtype}).reshape(4, 3)
+assert cunorm.batch_norm_statistics(x).mean.tolist() == [4.5, 5.5, 6.5]
+from cunorm.cpu import statistics
+kernels = [f for f in vars(statistics).values() if type(getattr(f, "_cache", 0)) is KernelCache]
+print(sum(sum(f.stats.cache_misses.values()) for f in kernels), "compiled")
+"""
+
+
+def compiled(folder, before="", dtype="float32"):
+    """Run a call in a fresh process; the number of kernels compiled, and what it warned of."""
+    done = subprocess.run(
+        [sys.executable, "-c", before + STATISTICS.format(dtype=dtype)],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[0]), done.stderr
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_kept_for_the_next_process(tmp_path):
+    number, warned = compiled(tmp_path)
+    assert number > 0
+    assert not warned
+    assert len(files(tmp_path)) == number
+    assert compiled(tmp_path) == (0, "")
+    assert compiled(tmp_path, dtype="float64")[0] == number  # beside the others
+    assert compiled(tmp_path) == (0, "")
+
+
+def test_damaged_files(tmp_path):
+    """Empty, cut short, one bit turned, or something else: compiled anew, and kept again."""
+    number, _ = compiled(tmp_path)
+    (file,) = files(tmp_path)[:1]
+    content = file.read_bytes()
+    middle = len(content) // 2
+    for damaged in (
+        b"",
+        content[:-1],
+        content[:middle],
+        content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        b"\x80\x05not what it was" * 100,
+    ):
+        file.write_bytes(damaged)
+        assert compiled(tmp_path) == (1, "")
+    assert compiled(tmp_path) == (0, "")
+    assert len(files(tmp_path)) == number
+
+
+def test_made_from_other_sources(tmp_path):
+    """A change in what a kernel calls, in another file of the same name and age, is seen."""
+    package = tmp_path / "cunorm"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE.parent / "kernels", package / "kernels", dirs_exist_ok=True)
+    here = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    number, _ = compiled(tmp_path / "cache", here)
+    assert compiled(tmp_path / "cache", here) == (0, "")
+    with (package / "cpu" / "pieces.py").open("a") as file:
+        file.write("\n")
+    assert compiled(tmp_path / "cache", here) == (number, "")
+    assert compiled(tmp_path / "cache", here) == (0, "")
+    assert len(files(tmp_path / "cache")) == number  # in the place of the old ones
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of file sizes")
+def test_full_disk(tmp_path):
+    """One warning, the right numbers, and nothing half written is left behind."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    number, warned = compiled(tmp_path, limit)
+    assert number > 0
+    assert warned.count("RuntimeWarning: compiled kernels cannot be kept on disk") == 1
+    assert "File too large" in warned
+    assert "NUMBA_CACHE_DIR" in warned
+    assert not files(tmp_path)
+    assert compiled(tmp_path) == (number, "")
+
+
+def test_folder_that_is_taken_away(tmp_path):
+    folder = tmp_path / "cache"
+    before = f"import cunorm.cpu.transform, shutil; shutil.rmtree({str(folder)!r})\n"
+    number, warned = compiled(folder, before)
+    assert not warned
+    assert len(files(folder)) == number
+
+
+def test_nowhere_to_keep_them():
+    """A warning says so, and everything works."""
+    refuse = """
+from numba.core import caching
+def refuse(self, function):
+    raise RuntimeError(f"cannot cache function {function.__qualname__!r}: no locator available")
+caching.CacheImpl.__init__ = refuse
+"""
+    number, warned = compiled("", refuse)
+    assert number == 0  # no copy was missed: none was looked for
+    assert "NUMBA_CACHE_DIR" in warned
+    assert warned.count("cannot be kept on disk") == 1
