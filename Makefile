@@ -4,7 +4,7 @@ PYTHON ?= python3
 MINUTES ?= 10
 BIN = .venv/bin
 
-.PHONY: demo demo-parallel test soak lint docs bench bench-full wheel clean
+.PHONY: demo demo-parallel test test-package soak lint docs bench bench-full wheel clean
 
 demo: .venv/installed-examples
 	$(BIN)/python examples/train_digits.py
@@ -14,10 +14,31 @@ demo-parallel: .venv/installed-parallel
 	$(BIN)/mpiexec -n 2 $(BIN)/python -m mpi4py examples/train_digits_parallel.py
 
 test: .venv/installed-dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 	@echo "executing the CUDA kernels on the CPU, with $(CXX) and its sanitizers ..."
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(foreach library,asan ubsan,$(shell $(CXX) -print-file-name=lib$(library).so))" \
 		$(BIN)/python -m pytest -n auto --dist loadfile --backend cuda-on-cpu
+
+# As users have it: the sdist and the wheel made from it, each in an environment of its own, with
+# the newest and with the oldest versions of what it needs, tested away from the sources; and
+# whether what the extras ask for can be had.
+test-package: wheel
+	rm -rf build/newest build/oldest
+	$(PYTHON) -m venv build/newest
+	build/newest/bin/python -m pip install --quiet --disable-pip-version-check dist/*.tar.gz $(RUNNER)
+	build/newest/bin/pytest $(PACKAGE_TESTS)
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/oldest.txt dist/*.whl $(RUNNER)
+	build/oldest/bin/pytest -n auto --dist worksteal $(PACKAGE_TESTS) $(CPU_TESTS)
+	for extras in cuda12,cudnn12 cuda13,cudnn13,mpi; do \
+		build/newest/bin/python -m pip install --quiet --disable-pip-version-check --dry-run "$$(ls dist/*.whl)[$$extras]" || exit; \
+	done
+
+RUNNER = hypothesis pytest pytest-timeout pytest-xdist
+PACKAGE_TESTS = $(addprefix tests/test_,kernel_cache.py package.py)
+CPU_TESTS = $(addprefix tests/test_,batch_norm.py concurrency.py conv_batch_norm.py double_backward.py \
+	errors.py fold_batch_norm.py gradients.py group_norm.py kept_memory.py layer_norm.py layers.py \
+	memory.py numerics.py plan.py properties.py running_statistics.py scale_shift.py soak.py)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -38,6 +59,7 @@ bench-full: .venv/installed-dev
 	$(BIN)/python benchmarks/run.py --full
 
 wheel: .venv/installed-dev
+	rm -rf dist
 	$(BIN)/python -m build
 
 clean:

@@ -4,6 +4,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -176,6 +177,16 @@ def test_readme(tmp_path, monkeypatch):
         exec(compile(snippet, "README.md", "exec"), namespace)
     whole, _ = cunorm.batch_norm_forward(namespace["x"])
     np.testing.assert_allclose(np.concatenate(namespace["y"]), whole, atol=1e-5)
+
+
+def test_oldest_versions():
+    """What `make test-package` tests with is what pyproject.toml promises."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    promised = dict(dependency.split(">=") for dependency in project["dependencies"])
+    pins = re.findall(
+        r"^(\w+)==([\d.]+)$", (CHECKOUT / "tests/oldest.txt").read_text(), re.MULTILINE
+    )
+    assert {name: version.removesuffix(".0") for name, version in pins} == promised
 
 
 def test_wheel(tmp_path):
