@@ -314,10 +314,18 @@ def _exporter(name: str, value: Any) -> Export:
     return export
 
 
+def view(name: str, array: Any) -> Any:
+    """An array of any library as one of NumPy or CuPy, of the same memory."""
+    if array is None:
+        raise TypeError(f"{name}: expected an array, got None")
+    (seen,), _ = adopt((name,), array)
+    return seen
+
+
 def own(name: str, array: Any) -> Any:
     """An array of any library as one of NumPy or CuPy that may be written."""
-    (view,), _ = adopt((name,), array)
-    return view if getattr(view.flags, "writeable", True) else view.copy()
+    seen = view(name, array)
+    return seen if getattr(seen.flags, "writeable", True) else seen.copy()
 
 
 def move(array: Any, device: str) -> Any:

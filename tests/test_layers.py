@@ -1,7 +1,10 @@
 """The layers: their modes, their state, their cache."""
 
+import copy
 import gc
+import pickle
 import weakref
+import zipfile
 
 import ml_dtypes
 import numpy as np
@@ -270,6 +273,23 @@ def test_pytorch_names_and_dtypes():
         ({"num_batches_tracked": np.zeros(())}, TypeError, "num_batches_tracked.*integers"),
         ({"num_batches_tracked": -1}, ValueError, "num_batches_tracked.*expected 0 to"),
         ({"num_batches_tracked": np.zeros(1, int)}, ValueError, r"expected shape \(\), got \(1,\)"),
+        ({"num_batches_tracked": 1 << 80}, ValueError, "num_batches_tracked.*expected 0 to"),
+        (
+            {"num_batches_tracked": "7"},
+            TypeError,
+            r"state\['num_batches_tracked'\]: expected an arr",
+        ),
+        ({1: np.zeros(4), b"x": 0}, ValueError, r"unknown \[1, b'x'\]"),
+        ({f"layer{i}.bias": 0 for i in range(99)}, ValueError, "'layer15.bias'] and 91 more"),
+        ({"weight": np.zeros((4, 1))}, ValueError, r"state\['weight'\]: expected shape \(4,\)"),
+        ({"weight": np.zeros(4, complex)}, TypeError, r"state\['weight'\]: .*complex128"),
+        ({"weight": np.array([None] * 4)}, TypeError, r"state\['weight'\]: .*object"),
+        ({"weight": np.array(["1.0"] * 4)}, TypeError, r"state\['weight'\]: .*<U3"),
+        ({"weight": np.zeros(4, "f4,f4")}, TypeError, r"state\['weight'\]: expected dtype"),
+        ({"weight": np.zeros(4, "V3")}, TypeError, r"state\['weight'\]: expected dtype"),
+        ({"weight": np.ma.zeros(4)}, TypeError, r"state\['weight'\]: .*masked"),
+        ({"weight": {"weight": 0}}, TypeError, r"state\['weight'\]: expected an array.*got dict"),
+        ({"weight": np.float32}, TypeError, r"state\['weight'\]: expected an array.*got type"),
     ],
 )
 def test_bad_state(batches, changes, error, message):
@@ -280,6 +300,61 @@ def test_bad_state(batches, changes, error, message):
     with pytest.raises(error, match=message):
         layer.load_state_dict(state)
     assert_same_state(layer.state_dict(), before)
+
+
+class Trap:
+    """Unpickling it is noticed."""
+
+    sprung = False
+
+    def __reduce__(self):
+        return setattr, (Trap, "sprung", True)
+
+
+def test_spoilt_files(batches, tmp_path):
+    """What a file of weights holds is data: nothing in it is run, and half of it is not loaded."""
+    layer = cunorm.BatchNorm(4)
+    layer(batches[0])
+    before = snapshot(layer)
+    path = tmp_path / "state.npz"
+    np.savez(path, **cunorm.BatchNorm(4).state_dict() | {"running_var": np.array([Trap()] * 4)})
+    with np.load(path) as state, pytest.raises(ValueError, match="allow_pickle=False"):
+        layer.load_state_dict(state)
+    assert not Trap.sprung
+    np.savez(path, **cunorm.BatchNorm(4).state_dict())
+    content = path.read_bytes()
+    ones = np.ones(4, np.float32).tobytes()
+    path.write_bytes(content.replace(ones, b"\xff" + ones[1:]))
+    with np.load(path) as state, pytest.raises(zipfile.BadZipFile):
+        layer.load_state_dict(state)
+    assert_same_state(layer.state_dict(), before)
+
+
+def test_read_only_array_of_a_layer(batches):
+    """Is found before anything is loaded."""
+    layer = cunorm.BatchNorm(4)
+    layer(batches[0])
+    layer.running_var.flags.writeable = False
+    before = snapshot(layer)
+    with pytest.raises(ValueError, match="running_var: expected a writable array"):
+        layer.load_state_dict(cunorm.BatchNorm(4).state_dict())
+    assert_same_state(layer.state_dict(), before)
+
+
+def test_copies_of_layers(batches):
+    """Copied and pickled, as they are, between forward and backward, too."""
+    for layer in (*layers(), cunorm.BatchNorm(4), cunorm.ConvBatchNorm(4, 4, 1, rng=0)):
+        x = batches[0][..., None] if isinstance(layer, cunorm.ConvBatchNorm) else batches[0]
+        y = layer(x)
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert repr(copied) == repr(layer)
+            assert_same_state(copied.state_dict(), layer.state_dict())
+            dx = copied.backward(y)
+            copied.weight += 1
+            assert not np.array_equal(copied.weight, layer.weight)
+        np.testing.assert_array_equal(dx, layer.backward(y))
+        for name, gradient in layer.gradients.items():
+            np.testing.assert_array_equal(copied.gradients[name], gradient)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float64, ml_dtypes.bfloat16])

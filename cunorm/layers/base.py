@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -44,7 +44,7 @@ class Layer:
 
     @weight.setter
     def weight(self, value: Array) -> None:
-        self._parameters["weight"] = value
+        self._parameters["weight"] = arrays.own("weight", value)
 
     @property
     def bias(self) -> Array | None:
@@ -53,7 +53,7 @@ class Layer:
 
     @bias.setter
     def bias(self, value: Array) -> None:
-        self._parameters["bias"] = value
+        self._parameters["bias"] = arrays.own("bias", value)
 
     @property
     def parameters(self) -> dict[str, Array]:
@@ -152,7 +152,7 @@ class Layer:
         if missing is not None:
             raise RuntimeError(f"device: the CUDA backend is missing: {missing}")
         for name, array in self._parameters.items():
-            self._parameters[name] = arrays.move(array, device)
+            self._parameters[name] = arrays.move(arrays.own(name, array), device)
         self._gradients = {}
         self._cache = None
         return self
@@ -177,7 +177,8 @@ class Layer:
         Raises
         ------
         ValueError
-            For missing or unknown names and wrong shapes; nothing has been loaded then.
+            For missing or unknown names and wrong shapes, and if an array of the layer has been
+            made read-only; nothing has been loaded then.
         TypeError
             For what is no mapping to numeric arrays; nothing has been loaded then.
         """
@@ -190,11 +191,14 @@ class Layer:
         if "num_batches_tracked" in own:
             given.setdefault("num_batches_tracked", np.zeros((), np.int64))
         if given.keys() != own.keys():
-            missing = sorted(own.keys() - given.keys())
-            unknown = sorted(given.keys() - own.keys())
+            missing = _listed(own.keys() - given.keys())
+            unknown = _listed(given.keys() - own.keys())
             raise ValueError(
                 f"state: expected the names {sorted(own)}; missing {missing}, unknown {unknown}"
             )
+        for name, array in own.items():
+            if not getattr(array.flags, "writeable", True):
+                raise arrays.read_only_error(name)
         loaded = {name: self._checked(name, array, given[name]) for name, array in own.items()}
         for name, array in own.items():
             device = "cpu" if isinstance(array, np.ndarray) else "cuda"
@@ -206,7 +210,7 @@ class Layer:
         """A value that can be loaded into one of the layer's arrays."""
         label = f"state[{name!r}]"
         if name == "num_batches_tracked" and isinstance(value, (int, np.integer)):
-            value = np.asarray(value)
+            return np.asarray(checks.number_of_values(label, value, 0))
         (value,), _ = arrays.adopt((label,), value)
         if value is None or value.shape != array.shape:
             got = "None" if value is None else value.shape
@@ -221,8 +225,9 @@ class Layer:
         return value.copy()  # it may be another of the layer's own arrays
 
     def _state(self) -> dict[str, Array]:
+        """The layer's arrays, seen through NumPy or CuPy if somebody has put others in."""
         state = {name: getattr(self, name) for name in self._names}
-        return {name: array for name, array in state.items() if array is not None}
+        return {name: arrays.view(name, a) for name, a in state.items() if a is not None}
 
 
 class TrackingLayer(Layer):
@@ -364,9 +369,16 @@ class TrackingLayer(Layer):
     def to(self, device: str) -> Self:
         super().to(device)
         if self.running_mean is not None:
-            self.running_mean = arrays.move(self.running_mean, device)
-            self.running_var = arrays.move(self.running_var, device)
+            self.running_mean = arrays.move(arrays.own("running_mean", self.running_mean), device)
+            self.running_var = arrays.move(arrays.own("running_var", self.running_var), device)
         return self
+
+
+def _listed(names: Collection[Any]) -> str:
+    """Some of the names, and how many more."""
+    shown = [repr(name) for name in sorted(names, key=str)[:8]]
+    more = len(names) - len(shown)
+    return f"[{', '.join(shown)}]" + (f" and {more} more" if more else "")
 
 
 def number_of(name: str, value: Any) -> int:
