@@ -4,6 +4,8 @@
   each returns arrays like x, or raises a ValueError or a TypeError that names an argument; no other
   error, no warning; nothing is changed but what is meant to be, and by a call that raises nothing.
 - Norms of random shapes, dtypes and memory orders, forward and backward, against the reference.
+- Lives of layers: calls right and wrong, modes, states, copies; a twin that is only called right
+  never differs.
 - Eight threads at once, with layers of their own and one that all share.
 - 100,000 calls, after which the process is as large as before.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import itertools
 import os
@@ -118,6 +121,42 @@ def backward_of(d, made, function, **more):
     return {"dy": d.dy, "x": d.x, "saved": saved, "weight": arguments["weight"], **more}, function
 
 
+def group_norm(d):
+    arguments = {"x": d.x, "num_groups": groups_of(d), **d.affine(), "channel_axis": d.axis}
+    return arguments, cunorm.group_norm_forward
+
+
+def instance_norm(d):
+    arguments = {"x": d.x, **d.affine(), **d.running(), "use_input_stats": bool(d.rng.integers(2)),
+                 "channel_axis": d.axis}  # fmt: skip
+    return arguments, cunorm.instance_norm_forward
+
+
+def moments(d):
+    parts = [cunorm.batch_norm_statistics(d.x, channel_axis=d.axis) for _ in range(3)]
+    return {"moments": parts[: d.rng.integers(1, 4)]}, cunorm.merge_moments
+
+
+def conv_batch_norm(d):
+    """With images of its own."""
+    groups, kernel = (int(n) for n in d.rng.integers(1, 4, 2))
+    channels, features = (groups * int(n) for n in d.rng.integers(1, 4, 2))
+    d.shape = (int(d.rng.integers(1, 5)), channels, *map(int, d.rng.integers(kernel, 9, 2)))
+    d.x, d.channels = d.like_x(), features
+    weight = array(d.rng, (features, channels // groups, kernel, kernel), d.dtype)
+    return {"x": d.x, "conv_weight": weight, **d.affine(), **d.running(), "groups": groups,
+            "padding": int(d.rng.integers(2)), "stride": int(d.rng.integers(1, 3)),
+            "training": bool(d.rng.integers(2))}, cunorm.conv_batch_norm_forward  # fmt: skip
+
+
+def conv_batch_norm_backward(d):
+    arguments, forward = conv_batch_norm(d)
+    y, saved = forward(**arguments)
+    kept = {name: arguments[name] for name in ("x", "conv_weight", "weight")}
+    dy = array(d.rng, y.shape, d.dtype)
+    return {"dy": dy, "saved": saved, **kept, **mask(d, 4)}, cunorm.conv_batch_norm_backward
+
+
 def mask(d, number):
     return {"output_mask": tuple(bool(b) for b in d.rng.integers(0, 2, number))}
 
@@ -143,15 +182,17 @@ CALLS = {
     "rms_norm_backward": lambda d: backward_of(
         d, row_norm(d, cunorm.rms_norm_forward), cunorm.rms_norm_backward, **mask(d, 2)
     ),
-    "group_norm_forward": lambda d: (
-        {"x": d.x, "num_groups": groups_of(d), **d.affine(), "channel_axis": d.axis, **d.out()},
-        cunorm.group_norm_forward,
+    "group_norm_forward": lambda d: (group_norm(d)[0] | d.out(), cunorm.group_norm_forward),
+    "group_norm_backward": lambda d: backward_of(
+        d, group_norm(d), cunorm.group_norm_backward, **mask(d, 3)
     ),
-    "instance_norm_forward": lambda d: (
-        {"x": d.x, **d.affine(), **d.running(), "use_input_stats": bool(d.rng.integers(2)),
-         "channel_axis": d.axis},
-        cunorm.instance_norm_forward,
+    "instance_norm_forward": instance_norm,
+    "instance_norm_backward": lambda d: backward_of(
+        d, instance_norm(d), cunorm.instance_norm_backward, **mask(d, 3)
     ),
+    "conv_batch_norm_forward": conv_batch_norm,
+    "conv_batch_norm_backward": conv_batch_norm_backward,
+    "merge_moments": moments,
     "scale_shift_forward": lambda d: (
         {"x": d.x, "scale": d.vector(), "shift": d.maybe(d.vector), "channel_axis": d.axis},
         cunorm.scale_shift_forward,
@@ -253,6 +294,91 @@ def one_call(rng):
     return name, "done"
 
 
+# --- lives of layers -------------------------------------------------------------------
+
+
+def some_layer(rng):
+    """A function that makes layers of one kind, and the shape of what they take."""
+    n, c, length = (int(n) for n in rng.integers(2, 7, 3))
+    options = {"dtype": DTYPES[rng.integers(4)]}
+    tracking = options | {
+        "affine": bool(rng.integers(2)),
+        "track_running_statistics": bool(rng.integers(2)),
+        "exponential_average_factor": [0.1, "cumulative"][rng.integers(2)],
+    }
+    makers = [
+        lambda: cunorm.BatchNorm(c, **tracking),
+        lambda: cunorm.InstanceNorm(c, **tracking),
+        lambda: cunorm.GroupNorm(c, c, **options),
+        lambda: cunorm.LayerNorm((c, length, length), **options),
+        lambda: cunorm.RMSNorm(length, **options),
+        lambda: cunorm.ScaleShift(c, **options),
+        lambda: cunorm.ConvBatchNorm(c, 3, 2, rng=0, **tracking),
+    ]
+    return makers[rng.integers(len(makers))], (n, c, length, length), options["dtype"]
+
+
+def state_of(layer):
+    arrays = {**layer.state_dict(), **{f"d{n}": g for n, g in layer.gradients.items()}}
+    return {n: (a.dtype, a.tobytes()) for n, a in arrays.items()}, layer.training, layer.frozen
+
+
+def one_life(rng):
+    """A layer is called right and wrong; a twin, only called right, never differs from it."""
+    make, shape, dtype = some_layer(rng)
+    layer, twin = make(), make()
+    y = None
+
+    def both(name, *arguments, **options):
+        results = [getattr(one, name)(*arguments, **options) for one in (layer, twin)]
+        if isinstance(results[0], np.ndarray):
+            assert results[0].tobytes() == results[1].tobytes()
+        return results[0]
+
+    def wrong(name, argument):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                getattr(copy.deepcopy(layer), name)(argument)
+        except (ValueError, TypeError, RuntimeError):
+            pass
+        else:  # it was right after all
+            return
+        before = state_of(layer)
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):
+            getattr(layer, name)(argument)
+        assert state_of(layer) == before, f"{name} that raised has changed the layer"
+
+    for _ in range(rng.integers(5, 25)):
+        step = rng.integers(9)
+        if step < 2:
+            y = both("forward", array(rng, shape, dtype))
+        elif step == 2 and y is not None:
+            both("backward", array(rng, y.shape, dtype))
+            y = None
+        elif step == 3:
+            wrong("forward", junk(rng, array(rng, shape, dtype)))
+        elif step == 4:
+            wrong("backward", junk(rng, array(rng, shape, dtype)))
+        elif step == 5:
+            state = layer.state_dict()
+            if state:
+                name = str(rng.choice(list(state)))
+                wrong("load_state_dict", state | {name: junk(rng, state[name])})
+        elif step == 6:
+            modes = ["train", "eval", "unfreeze"]
+            if not isinstance(layer, cunorm.BatchNorm) or layer.running_mean is not None:
+                modes.append("freeze")
+            both(str(rng.choice(modes)))
+        elif step == 7:
+            other = make()
+            other.load_state_dict(layer.state_dict())
+            both("load_state_dict", other.state_dict())
+        else:
+            layer = copy.deepcopy(layer)
+        assert state_of(layer) == state_of(twin)
+
+
 # --- the parts ------------------------------------------------------------------------
 
 
@@ -301,6 +427,10 @@ def against_the_reference(seconds, seed, first=0):
         check(case, x, dy, weight, bias)
 
     return f"{repeated(seconds, seed, first, call)} norms", None
+
+
+def lives_of_layers(seconds, seed, first=0):
+    return f"{repeated(seconds, seed, first, one_life)} layers", None
 
 
 def threads_at_once(seconds, seed, _first=0):
@@ -368,7 +498,13 @@ def main():
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     seconds = options.minutes * 60
-    for part, share in ((random_calls, 0.5), (against_the_reference, 0.3), (threads_at_once, 0.2)):
+    parts = {
+        random_calls: 0.4,
+        lives_of_layers: 0.2,
+        against_the_reference: 0.25,
+        threads_at_once: 0.15,
+    }
+    for part, share in parts.items():
         result, outcomes = part(seconds * share, options.seed, options.first)
         print(f"{part.__name__.replace('_', ' ')}: {result}", flush=True)
         for name, counts in sorted((outcomes or {}).items()):

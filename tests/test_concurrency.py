@@ -317,6 +317,58 @@ def run_python(code, **environment):
     )
 
 
+CHILD = """
+import multiprocessing, os, sys
+import numpy as np, cunorm
+
+def train(layer, dtype):
+    x = np.random.default_rng(0).standard_normal((64, 4, 400)).astype(dtype)
+    y = layer.forward(x)
+    return y, layer.backward(y), layer.running_mean
+
+def child(layer, dtype, answers):
+    answers.put((dtype, *train(layer, dtype)))
+
+if __name__ == "__main__":
+    if {warm}:
+        cunorm.batch_norm_forward(np.ones((4, 4)))  # there are a pool and compiled kernels to leave
+    context = multiprocessing.get_context("{method}")
+    answers = context.SimpleQueue()
+    dtypes = ["float32", "float64", "float32"]
+    layers = [cunorm.BatchNorm(4) for _ in dtypes]
+    children = [context.Process(target=child, args=(layer, dtype, answers))
+                for layer, dtype in zip(layers, dtypes)]
+    for process in children:
+        process.start()
+    found = [answers.get() for _ in children]
+    for process in children:
+        process.join()
+        assert process.exitcode == 0, process.exitcode
+    for dtype, *results in found:
+        for a, b in zip(results, train(cunorm.BatchNorm(4), dtype)):
+            assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), dtype
+    print("the same bits")
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_children_by_other_ways(tmp_path, method):
+    """Layers go to them pickled; where they are spawned, all compile kernels into one folder."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {method} on this system")
+    script = tmp_path / "train.py"
+    script.write_text(CHILD.replace("{method}", method).replace("{warm}", str(method == "spawn")))
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")} if method == "spawn" else {}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | cache,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (0, "the same bits\n"), done.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_fork_while_a_kernel_is_compiled(tmp_path):
     """The child can compile too."""

@@ -173,6 +173,36 @@ def test_layer(rng, framework):
     theirs.load_state_dict({n: from_numpy(framework, v) for n, v in ours.state_dict().items()})
 
 
+def test_arrays_put_into_a_layer(rng, framework):
+    """Assigned, they are seen through NumPy; put into `parameters`, they stay there."""
+    x, dy = rng.standard_normal((2, 6, 4, 5), dtype=np.float32)
+    weight = rng.standard_normal(4, dtype=np.float32)
+    expected, layer = cunorm.BatchNorm(4), cunorm.BatchNorm(4)
+    expected.weight = weight
+    layer.weight = from_numpy(framework, weight.copy())
+    layer.parameters["bias"] = from_numpy(framework, layer.bias.copy())
+    if framework != "jax":  # whose running statistics could not be updated
+        layer.running_mean = from_numpy(framework, np.zeros(4, np.float32))
+    assert type(layer.weight) is np.ndarray
+    np.testing.assert_array_equal(layer(x), expected(x))
+    np.testing.assert_array_equal(layer.backward(dy), expected.backward(dy))
+    state = layer.state_dict()
+    for name, array in expected.state_dict().items():
+        np.testing.assert_array_equal(state[name], array)
+    if framework == "jax":
+        with pytest.raises(ValueError, match="bias: expected a writable array, got a read-only"):
+            layer.load_state_dict(state)
+        layer.to("cpu")  # copies what cannot be written
+    state["bias"] += 1
+    layer.load_state_dict(state)
+    layer.to("cpu")
+    np.testing.assert_array_equal(layer.bias, state["bias"])
+    assert type(layer.bias) is type(layer.running_mean) is np.ndarray
+    for nothing in (None, [1.0] * 4):
+        with pytest.raises(TypeError, match="weight: expected an array"):
+            layer.weight = nothing
+
+
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize(
     "case", [layer(1), rms(1), group(2), instance(), scale_shift(True)], ids=str

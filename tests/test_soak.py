@@ -42,6 +42,26 @@ def test_what_is_changed_is_found(monkeypatch):
             deque(map(soak.one_call, map(np.random.default_rng, range(20))))
 
 
+def test_lives_of_layers():
+    for number in range(60):
+        soak.one_life(np.random.default_rng([0, number]))
+
+
+def test_layer_that_half_refuses_is_found(monkeypatch):
+    import cunorm
+
+    forward = cunorm.ScaleShift.forward
+
+    def spoil(self, x):
+        self.weight += not isinstance(x, np.ndarray)
+        return forward(self, x)
+
+    monkeypatch.setattr(cunorm.ScaleShift, "forward", spoil)
+    monkeypatch.setattr(soak, "some_layer", lambda _: (lambda: cunorm.ScaleShift(3), (2, 3), "f4"))
+    with pytest.raises(AssertionError, match="has changed the layer"):
+        deque(map(soak.one_life, map(np.random.default_rng, range(50))))
+
+
 def test_against_the_reference():
     soak.against_the_reference(5, seed=0)
 
