@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -62,9 +62,12 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     """
     if isinstance(moments, Moments):
         raise TypeError("moments: expected a sequence of Moments, got one that is in none")
-    if not isinstance(moments, Iterable):
-        raise TypeError(f"moments: expected a sequence of Moments, got {type(moments).__name__}")
-    parts = list(moments)
+    try:
+        parts = list(moments)
+    except TypeError as error:
+        raise TypeError(
+            f"moments: expected a sequence of Moments, got {type(moments).__name__}"
+        ) from error
     if not parts:
         raise ValueError("moments: expected at least one part, got none")
     counts: list[int] = []

@@ -398,6 +398,9 @@ def test_merge_moments(rng):
     one = cunorm.merge_moments([parts[0], whole, parts[3]])
     np.testing.assert_array_equal(one.mean, whole.mean)
     np.testing.assert_array_equal(one.m2, whole.m2)
+    for wrong in (7, np.zeros(()), whole):
+        with pytest.raises(TypeError, match="moments: expected a sequence of Moments, got"):
+            cunorm.merge_moments(wrong)
 
 
 def test_moments_in_float64(rng):

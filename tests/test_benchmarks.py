@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
 import contenders  # noqa: E402
+import errors  # noqa: E402
 import predict  # noqa: E402
 import report  # noqa: E402
 from shapes import FULL, HUGE, QUICK, Case  # noqa: E402
@@ -188,3 +189,26 @@ def test_run(tmp_path):
     failed = subprocess.run([*command[:-3], "nothing"], capture_output=True, text=True, timeout=60)
     assert failed.returncode == 2
     assert "--only" in failed.stderr
+
+
+@pytest.mark.parametrize("sweep", errors.SWEEPS, ids=lambda sweep: sweep.title)
+def test_errors(sweep):
+    """Errors of all are measured, and ours do not grow with the mean of x, jumps and lengths."""
+    shorter = sweep._replace(numbers=tuple(n for n in sweep.numbers if n < 2e6)[::3])
+    found = list(errors.measured(shorter, 2048))
+    assert len(found) == len(shorter.numbers)
+    assert all(one.keys() == errors.contenders().keys() for one in found)
+    assert all(np.isfinite(list(one.values())).all() for one in found)
+    if "mean of dy" not in sweep.title:
+        assert max(one["cunorm"] for one in found) < 10
+
+
+def test_errors_are_drawn(tmp_path):
+    drawn = {s.title: [dict.fromkeys(errors.contenders(), 2.0)] * len(s.numbers)
+             for s in errors.SWEEPS}  # fmt: skip
+    errors.plot(drawn, tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
+    exact = np.array([1.0, -2.0])
+    assert errors.error(np.array([1, -2], np.float32), exact) == 0
+    assert errors.error(np.nextafter(exact.astype(np.float32), -3), exact) == 2.0
+    assert errors.error(np.array([1, np.nan], np.float32), exact) == np.inf
