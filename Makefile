@@ -21,15 +21,15 @@ test: .venv/installed-dev lint
 
 # As users have it: the sdist and the wheel made from it, each in an environment of its own, with
 # the newest and with the oldest versions of what it needs, tested away from the sources; and
-# whether what the extras ask for can be had.
+# whether what the extras ask for can be had. (PYTHONSAFEPATH: no module of the current folder.)
 test-package: wheel
 	rm -rf build/newest build/oldest
 	$(PYTHON) -m venv build/newest
 	build/newest/bin/python -m pip install --quiet --disable-pip-version-check dist/*.tar.gz $(RUNNER)
-	build/newest/bin/pytest $(PACKAGE_TESTS)
+	PYTHONSAFEPATH=1 build/newest/bin/pytest $(PACKAGE_TESTS)
 	$(PYTHON) -m venv build/oldest
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/oldest.txt dist/*.whl $(RUNNER)
-	build/oldest/bin/pytest -n auto --dist worksteal $(PACKAGE_TESTS) $(CPU_TESTS)
+	PYTHONSAFEPATH=1 build/oldest/bin/pytest -n auto --dist worksteal $(PACKAGE_TESTS) $(CPU_TESTS)
 	for extras in cuda12,cudnn12 cuda13,cudnn13,mpi; do \
 		build/newest/bin/python -m pip install --quiet --disable-pip-version-check --dry-run "$$(ls dist/*.whl)[$$extras]" || exit; \
 	done

@@ -82,6 +82,8 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
             )
         count = checks.number_of_values(f"moments[{i}].count", part[0], 0)
         names = (f"moments[{i}].mean", f"moments[{i}].m2")
+        for name, array in zip(names, part[1:], strict=True):
+            checks.present(name, array)
         (mean, m2), its_place = arrays.adopt(names, part[1], part[2])
         place = place or its_place
         shape = means[0].shape if means else np.shape(mean)
@@ -100,7 +102,7 @@ def merge_moments(moments: Sequence[Moments]) -> Moments:
     labels = [f"moments[{i}].{name}" for name in ("mean", "m2") for i in range(len(parts))]
     arrays.device_of_all(labels, means + squares)
     assert place is not None
-    total = sum(counts)
+    total = checks.number_of_values("moments", sum(counts), 0)
     dtype = means[0].dtype
     filled = [i for i, count in enumerate(counts) if count > 0]
     with place, np.errstate(all="ignore"):

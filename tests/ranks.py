@@ -314,18 +314,14 @@ def check_odd_errors(communicator):
 
     # a layer in a state in which nothing works
     for name, bad in [("running_mean", [0, 0, 0]), ("weight", "w"), ("num_batches_tracked", None)]:
-        usual = getattr(layer, name)
-        setattr(layer, name, bad if rank == last else usual)
+        place = layer.parameters if name == "weight" else vars(layer)
+        usual = place[name]
+        place[name] = bad if rank == last else usual
         found, said = error_of(lambda: layer(good))
-        setattr(layer, name, usual)
+        place[name] = usual
         assert found is TypeError
         assert said.startswith(f"{name}: expected an array"), said
         still_in_step()
-    layer.num_batches_tracked.flags.writeable = rank != last
-    fails_before = error_of(lambda: layer(good))
-    layer.num_batches_tracked.flags.writeable = True
-    assert fails_before[1].startswith("num_batches_tracked: expected a writable array")
-    still_in_step()
 
     # nothing, times infinity
     infinite = cunorm.SyncBatchNorm(3, communicator=communicator, eps=0.0)

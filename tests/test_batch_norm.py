@@ -401,6 +401,10 @@ def test_merge_moments(rng):
     for wrong in (7, np.zeros(()), whole):
         with pytest.raises(TypeError, match="moments: expected a sequence of Moments, got"):
             cunorm.merge_moments(wrong)
+    with pytest.raises(TypeError, match=r"moments\[0\].mean: expected an array, got None"):
+        cunorm.merge_moments([whole._replace(mean=None)])
+    with pytest.raises(ValueError, match="moments: expected 0 to 2\\^63 - 1, got 18"):
+        cunorm.merge_moments([whole._replace(count=2**63 - 1)] * 2)
 
 
 def test_moments_in_float64(rng):

@@ -70,6 +70,19 @@ def test_damaged_files(tmp_path):
     assert len(files(tmp_path)) == number
 
 
+def test_copies_under_each_others_names(tmp_path):
+    """Files of two dtypes, exchanged, are nobody's."""
+    compiled(tmp_path)
+    (single,) = files(tmp_path)[:1]
+    before = set(files(tmp_path))
+    compiled(tmp_path, dtype="float64")
+    (double,) = [path for path in set(files(tmp_path)) - before
+                 if path.name.partition(".py")[0] == single.name.partition(".py")[0]]  # fmt: skip
+    single.write_bytes(double.read_bytes())
+    assert compiled(tmp_path) == (1, "")
+    assert compiled(tmp_path) == (0, "")
+
+
 def test_made_from_other_sources(tmp_path):
     """A change in what a kernel calls, in another file of the same name and age, is seen."""
     package = tmp_path / "cunorm"
@@ -77,11 +90,26 @@ def test_made_from_other_sources(tmp_path):
     here = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
     number, _ = compiled(tmp_path / "cache", here)
     assert compiled(tmp_path / "cache", here) == (0, "")
-    with (package / "cpu" / "pieces.py").open("a") as file:
-        file.write("\n")
+    (package / "cpu" / ".#pieces.py").symlink_to("nowhere")  # as an editor leaves it
+    assert compiled(tmp_path / "cache", here) == (0, "")
+    change = f"open({str(package / 'cpu' / 'pieces.py')!r}, 'a').write('\\n')\n"
+    imported = "import cunorm.cpu.transform; "
+    double = compiled(tmp_path / "cache", here + imported + change, "float64")[0]
+    assert double == number  # and none of them is kept: they are of what was there before
+    assert compiled(tmp_path / "cache", here, "float64") == (number, "")
     assert compiled(tmp_path / "cache", here) == (number, "")
     assert compiled(tmp_path / "cache", here) == (0, "")
-    assert len(files(tmp_path / "cache")) == number  # in the place of the old ones
+    assert len(files(tmp_path / "cache")) == 2 * number  # in the place of the old ones
+
+
+def test_sources_in_an_archive(tmp_path):
+    """Nothing tells what a copy was made from, so none is kept."""
+    archive = shutil.make_archive(str(tmp_path / "cunorm"), "zip", PACKAGE.parent, "cunorm")
+    here = f"import sys; sys.path.insert(0, {archive!r})\n"
+    number, warned = compiled(tmp_path / "cache", here)
+    assert number == 0
+    assert warned.count("sources of cunorm are no files") == 1
+    assert not files(tmp_path)[1:]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits of file sizes")

@@ -270,7 +270,11 @@ def test_pytorch_names_and_dtypes():
         ({"running_var": np.zeros(4, int)}, TypeError, r"state\['running_var'\]: expected dtype"),
         ({"running_var": [1.0] * 4}, TypeError, r"state\['running_var'\]: expected an array"),
         ({"running_var": None, "bias": None}, ValueError, r"missing \['bias', 'running_var'\]"),
-        ({"num_batches_tracked": np.zeros(())}, TypeError, "num_batches_tracked.*integers"),
+        (
+            {"num_batches_tracked": np.zeros(())},
+            TypeError,
+            "num_batches_tracked.*an integer, got dtype",
+        ),
         ({"num_batches_tracked": -1}, ValueError, "num_batches_tracked.*expected 0 to"),
         ({"num_batches_tracked": np.zeros(1, int)}, ValueError, r"expected shape \(\), got \(1,\)"),
         ({"num_batches_tracked": 1 << 80}, ValueError, "num_batches_tracked.*expected 0 to"),
@@ -339,6 +343,37 @@ def test_read_only_array_of_a_layer(batches):
     with pytest.raises(ValueError, match="running_var: expected a writable array"):
         layer.load_state_dict(cunorm.BatchNorm(4).state_dict())
     assert_same_state(layer.state_dict(), before)
+
+
+@pytest.mark.parametrize("value", [None, [3], "3", np.zeros(2, int), np.array(1.5), -1])
+def test_bad_number_of_batches(batches, value):
+    """Is found before the running statistics move."""
+    layer = cunorm.BatchNorm(4)
+    layer.num_batches_tracked = value
+    mean = layer.running_mean.copy()
+    with pytest.raises((TypeError, ValueError), match="num_batches_tracked: expected"):
+        layer(batches[0])
+    np.testing.assert_array_equal(layer.running_mean, mean)
+    layer.num_batches_tracked = np.array(7)
+    layer.num_batches_tracked.flags.writeable = False  # a new one takes its place
+    layer(batches[0])
+    assert layer.num_batches_tracked == 8
+
+
+def test_moving_what_cannot_be_moved(batches):
+    """Leaves everything where it was."""
+    layer = cunorm.BatchNorm(4)
+    y = layer(batches[0])
+    weight, layer.running_var = layer.weight, [1.0] * 4
+    with pytest.raises(TypeError, match="running_var: expected an array"):
+        layer.to("cpu")
+    assert layer.weight is weight
+    assert layer.backward(y) is not None
+
+
+def test_bias_of_a_norm_without():
+    with pytest.raises(AttributeError, match="bias: RMSNorm has none"):
+        cunorm.RMSNorm(4).bias = np.zeros(4)
 
 
 def test_copies_of_layers(batches):

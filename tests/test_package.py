@@ -184,7 +184,7 @@ def test_oldest_versions():
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     promised = dict(dependency.split(">=") for dependency in project["dependencies"])
     pins = re.findall(
-        r"^(\w+)==([\d.]+)$", (CHECKOUT / "tests/oldest.txt").read_text(), re.MULTILINE
+        r"^(\w+)==([\d.]+);", (CHECKOUT / "tests/oldest.txt").read_text(), re.MULTILINE
     )
     assert {name: version.removesuffix(".0") for name, version in pins} == promised
 

@@ -3,7 +3,8 @@
 Numba tells a fresh copy by the file of the function alone, not by what it calls, and keeps an
 index that two processes may write at once. Here each specialization has a file of its own, named
 by the function, its types and the processor, which begins with two digests: of all sources and
-versions that it was made from, and of what follows. A file that does not begin so is written anew.
+versions that it was made from, and of its key and what follows. A file that does not begin so is
+written anew.
 
 Where nothing can be kept, on a full disk say, a warning says so once, and kernels are compiled
 by every process.
@@ -32,19 +33,24 @@ __all__ = ["KernelCache", "warn_not_kept"]
 _DIGEST = sha256().digest_size
 
 
-@cache
-def _sources():
-    """Digest of all that compiled code is made from, but for the function and its types."""
+def _digest_of_sources():
+    """Of all that code is compiled from, but for the function and its types; None without files."""
     package = Path(__file__).resolve().parent.parent
-    found = sha256()
-    for path in sorted(package.glob("*.py")) + sorted(package.glob("cpu/*.py")):
-        found.update(path.read_bytes())
     versions = __version__, numba.__version__, llvmlite.__version__, np.__version__
-    found.update(repr(versions).encode())
+    found = sha256(repr(versions).encode())
+    for files in ("*.py", "cpu/*.py"):
+        paths = [path for path in sorted(package.glob(files)) if path.is_file()]
+        if not paths:  # in an archive, say
+            return None
+        for path in paths:
+            found.update(path.read_bytes())
     return found.digest()
 
 
-@cache
+_SOURCES = _digest_of_sources()  # as they are imported
+
+
+@cache  # so, once
 def warn_not_kept(why):
     warnings.warn(
         f"compiled kernels cannot be kept on disk: {why}; every process compiles them anew. The "
@@ -55,37 +61,52 @@ def warn_not_kept(why):
 
 
 class KernelCache(FunctionCache):  # type: ignore[misc]
-    """The copies on disk of one function's specializations."""
+    """The copies on disk of one function's specializations.
+
+    Raises RuntimeError if there is no folder that can be written, or the sources are no files.
+    """
+
+    def __init__(self, function):
+        if _SOURCES is None:
+            raise RuntimeError("the sources of cunorm are no files")
+        try:
+            super().__init__(function)
+        except RuntimeError as error:  # which names the function
+            raise RuntimeError("no folder can be written") from error
 
     def _load_overload(self, sig, target_context):
+        key = self._key(sig, target_context.codegen())
         try:
-            content = self._file(sig, target_context.codegen()).read_bytes()
+            content = self._file(key).read_bytes()
         except OSError:
             return None
         head, body = content[: 2 * _DIGEST], content[2 * _DIGEST :]
-        if head != _head(body):
+        if head != _head(key, body):
             return None
         return self._impl.rebuild(target_context, pickle.loads(body))
 
     def _save_overload(self, sig, data):
         if not self._impl.check_cachable(data):
             return
-        body = dumps(self._impl.reduce(data))
+        key, body = self._key(sig, data.codegen), dumps(self._impl.reduce(data))
         try:
+            if _digest_of_sources() != _SOURCES:  # edited since
+                return
             self._impl.locator.ensure_cache_path()
-            _replace(self._file(sig, data.codegen), _head(body) + body)
+            _replace(self._file(key), _head(key, body) + body)
         except OSError as error:
-            warn_not_kept(str(error))
+            warn_not_kept(f"{error.strerror}, {self.cache_path}")
 
-    def _file(self, sig, codegen):
-        key = repr(self._index_key(sig, codegen)).encode()
-        return Path(
-            self.cache_path, f"{self._impl.filename_base}.{sha256(key).hexdigest()[:16]}.nbc"
-        )
+    def _key(self, sig, codegen):
+        return repr((self._impl.filename_base, self._index_key(sig, codegen))).encode()
+
+    def _file(self, key):
+        name = f"{self._impl.filename_base}.{sha256(key).hexdigest()[:16]}.nbc"
+        return Path(self.cache_path, name)
 
 
-def _head(body):
-    return _sources() + sha256(body).digest()
+def _head(key, body):
+    return _SOURCES + sha256(key + body).digest()
 
 
 def _replace(path, content):

@@ -56,8 +56,8 @@ def kernel(function):
     compiled = njit(**_OPTIONS)(function)
     try:
         compiled._cache = KernelCache(function)
-    except RuntimeError:  # neither this folder nor the user's cache can be written
-        warn_not_kept("no folder can be written")
+    except RuntimeError as error:
+        warn_not_kept(str(error))
     return compiled
 
 

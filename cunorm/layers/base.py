@@ -53,6 +53,8 @@ class Layer:
 
     @bias.setter
     def bias(self, value: Array) -> None:
+        if "bias" not in self._names:
+            raise AttributeError(f"bias: {type(self).__name__} has none")
         self._parameters["bias"] = arrays.own("bias", value)
 
     @property
@@ -151,8 +153,10 @@ class Layer:
         missing = arrays.cuda_missing() if device == "cuda" else None
         if missing is not None:
             raise RuntimeError(f"device: the CUDA backend is missing: {missing}")
-        for name, array in self._parameters.items():
-            self._parameters[name] = arrays.move(arrays.own(name, array), device)
+        names = [name for name in self._state() if name != "num_batches_tracked"]
+        moved = {n: arrays.move(arrays.own(n, getattr(self, n)), device) for n in names}
+        for name, array in moved.items():
+            setattr(self, name, array)
         self._gradients = {}
         self._cache = None
         return self
@@ -169,7 +173,8 @@ class Layer:
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take parameters and running statistics from arrays under PyTorch's names.
 
-        Values are copied and cast to the layer's dtypes. Arrays of a PyTorch
+        Values are copied and cast to the layer's dtypes (``num_batches_tracked`` is an
+        integer). Arrays of a PyTorch
         state dict, of ``numpy.load`` and of `state_dict` will do; a missing
         ``num_batches_tracked`` counts as 0. In a whole network's state dict the
         names have the module's before them ("bn1.weight"): take that off first.
@@ -180,7 +185,7 @@ class Layer:
             For missing or unknown names and wrong shapes, and if an array of the layer has been
             made read-only; nothing has been loaded then.
         TypeError
-            For what is no mapping to numeric arrays; nothing has been loaded then.
+            For what is no mapping to floating-point arrays; nothing has been loaded then.
         """
         if not isinstance(state, Mapping):
             raise TypeError(
@@ -209,16 +214,12 @@ class Layer:
     def _checked(name: str, array: np.ndarray, value: Any) -> Any:
         """A value that can be loaded into one of the layer's arrays."""
         label = f"state[{name!r}]"
-        if name == "num_batches_tracked" and isinstance(value, (int, np.integer)):
-            return np.asarray(checks.number_of_values(label, value, 0))
+        if name == "num_batches_tracked":
+            return np.asarray(_number_of_batches(label, value))
         (value,), _ = arrays.adopt((label,), value)
         if value is None or value.shape != array.shape:
             got = "None" if value is None else value.shape
             raise ValueError(f"{label}: expected shape {array.shape}, got {got}")
-        if name == "num_batches_tracked":
-            if not np.issubdtype(value.dtype, np.integer):
-                raise TypeError(f"{label}: expected integers, got dtype {value.dtype}")
-            return np.asarray(checks.number_of_values(label, value.item(), 0))
         if value.dtype.str == "|V2":  # how NumPy's files hold bfloat16
             value = value.view(checks.floating_dtype(label, "bfloat16"))
         checks.floating(label, value.dtype)
@@ -328,9 +329,11 @@ class TrackingLayer(Layer):
         adapting = self.training and not self.frozen
         tracks = self.running_mean is not None
         updating = adapting and tracks and update_statistics
-        factor = self._factor
+        factor, batches = self._factor, 0
+        if updating:  # found to be a number before the running statistics move
+            batches = _number_of_batches("num_batches_tracked", self.num_batches_tracked)
         if factor == "cumulative":
-            factor = 1.0 / (int(self.num_batches_tracked) + 1) if updating else 0.0  # type: ignore[arg-type]
+            factor = 1.0 / (batches + 1) if updating else 0.0
         self._check_channels(x)
         reading = updating or not adapting
         forward, backward = self._functions
@@ -347,7 +350,7 @@ class TrackingLayer(Layer):
             **{self._own: adapting or not tracks},
         )
         if updating and self._has_values(saved):
-            self.num_batches_tracked += 1  # type: ignore[operator]
+            self.num_batches_tracked = np.array(batches + 1, np.int64)
         self._keep(backward, x, saved)
         return y
 
@@ -366,19 +369,24 @@ class TrackingLayer(Layer):
         """Use the running statistics and leave them alone."""
         return super().eval()
 
-    def to(self, device: str) -> Self:
-        super().to(device)
-        if self.running_mean is not None:
-            self.running_mean = arrays.move(arrays.own("running_mean", self.running_mean), device)
-            self.running_var = arrays.move(arrays.own("running_var", self.running_var), device)
-        return self
-
 
 def _listed(names: Collection[Any]) -> str:
     """Some of the names, and how many more."""
     shown = [repr(name) for name in sorted(names, key=str)[:8]]
     more = len(names) - len(shown)
     return f"[{', '.join(shown)}]" + (f" and {more} more" if more else "")
+
+
+def _number_of_batches(name: str, value: Any) -> int:
+    """A number of batches: an integer, or an array of one."""
+    if not isinstance(value, (int, np.integer)):
+        value = arrays.view(name, value)
+        if value.shape != ():
+            raise ValueError(f"{name}: expected shape (), got {value.shape}")
+        if not np.issubdtype(value.dtype, np.integer):
+            raise TypeError(f"{name}: expected an integer, got dtype {value.dtype}")
+        value = value.item()
+    return checks.number_of_values(name, value, 0)
 
 
 def number_of(name: str, value: Any) -> int:

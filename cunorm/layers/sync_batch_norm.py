@@ -133,9 +133,6 @@ class SyncBatchNorm(BatchNorm):
             return super().forward(x, update_statistics=update_statistics)
         self._ranks.spoken = False
         try:
-            if self.running_mean is not None:
-                checks.present("num_batches_tracked", self.num_batches_tracked)
-                checks.writable("num_batches_tracked", self.num_batches_tracked)
             return super().forward(x, update_statistics=update_statistics)
         except Exception as error:
             if self._ranks.spoken:
