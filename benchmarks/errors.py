@@ -161,7 +161,7 @@ def plot(errors: dict[str, list[dict[str, float]]], path: Path) -> None:
         axes.set(xscale="log", yscale="log", title=sweep.title, xlabel=sweep.label)
         axes.set(ylabel="largest error, roundings of float32")
         axes.grid(alpha=0.3)
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=90)
 
 
