@@ -131,3 +131,17 @@ def test_geometry():
     assert scale_shift_geometry((6, 5, 4), 1, False) == (1, 6, 5, 4, 1, 5)
     assert scale_shift_geometry((6, 5, 4), 1, True) == (1, 1, 30, 4, 1, 30)
     assert scale_shift_geometry((6, 5, 4), 2, True) == (6, 5, 4, 1, 1, 24)
+
+
+def test_size_of_the_last_level_cache(monkeypatch, tmp_path):
+    """As Linux says it; elsewhere, and for nonsense, that of many processors."""
+    from cunorm.cpu import memory, transform
+
+    assert 0 < transform.STREAMING_BYTES <= 32 << 20
+    file = tmp_path / "size"
+    monkeypatch.setattr(memory, "open", lambda *_, **__: file.open(), raising=False)
+    for text, size in (("32768K\n", 32 << 20), ("much", 128 << 20), ("", 128 << 20)):
+        file.write_text(text)
+        assert memory.last_level_cache() == size
+    file.unlink()
+    assert memory.last_level_cache() == 128 << 20

@@ -29,6 +29,7 @@ from .elements import (
     streaming_range,
     strict_function,
 )
+from .memory import last_level_cache
 from .pieces import (
     columns_part,
     columns_piece,
@@ -61,7 +62,7 @@ __all__ = ["infer", "normalize", "transform"]
 
 # Outputs at least this large bypass the caches: they would push out the data
 # still to be read and be gone themselves before anyone reads them.
-STREAMING_BYTES = 32 << 20
+STREAMING_BYTES = min(32 << 20, last_level_cache() // 4)
 
 # Of a second-level cache.
 NEAR_BYTES = 1 << 20
