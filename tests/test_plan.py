@@ -29,7 +29,7 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
         assert (cut.parts - 1) * cut.part_chunks < chunks <= cut.parts * cut.part_chunks
         assert cut.tasks == -(-group * cut.parts // cut.task_units)
         bytes_near = geometry.count * itemsize * operands
-        assert cut.resident == (bytes_near <= plan._RESIDENT_RUNS_BYTES)
+        assert cut.resident == (bytes_near <= plan._RESIDENT_CHANNEL_BYTES)
     else:
         assert cut.fold * cut.rows + cut.tail_rows == outer
         assert cut.tail_rows < cut.fold
@@ -41,8 +41,9 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
         # Working arrays of a block stay small whatever the number of channels.
         assert cut.fold * cut.block_channels * inner <= 16 * plan._MOST_BLOCK_POSITIONS
         if cut.resident:
-            block = outer * cut.block_channels * inner * itemsize * operands
-            assert block <= plan._RESIDENT_COLUMNS_BYTES
+            channel = outer * inner * itemsize * operands
+            whole = group * channel <= plan._RESIDENT_RUNS_BYTES
+            assert whole or cut.block_channels * channel <= plan._RESIDENT_COLUMNS_BYTES
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
         ((64, 256, 28, 28), 1, plan.Segments, True),
         ((64, 28, 28, 256), 3, plan.Columns, False),
         ((64, 512, 7, 7), 1, plan.Columns, True),
-        ((32, 10, 40_000), 1, plan.Segments, False),
+        ((32, 10, 80_000), 1, plan.Segments, False),
         ((128, 1024), 1, plan.Columns, True),
         ((512, 4096), 1, plan.Columns, True),
         # Lines 4 KiB apart, of which a cache keeps few, and lines 384 bytes apart.
@@ -133,15 +134,22 @@ def test_geometry():
     assert scale_shift_geometry((6, 5, 4), 2, True) == (6, 5, 4, 1, 1, 24)
 
 
-def test_size_of_the_last_level_cache(monkeypatch, tmp_path):
+def test_last_level_cache(monkeypatch, tmp_path):
     """As Linux says it; elsewhere, and for nonsense, that of many processors."""
-    from cunorm.cpu import memory, transform
+    from cunorm.cpu import memory, plan, transform
 
     assert 0 < transform.STREAMING_BYTES <= 32 << 20
-    file = tmp_path / "size"
-    monkeypatch.setattr(memory, "open", lambda *_, **__: file.open(), raising=False)
-    for text, size in (("32768K\n", 32 << 20), ("much", 128 << 20), ("", 128 << 20)):
-        file.write_text(text)
-        assert memory.last_level_cache() == size
-    file.unlink()
-    assert memory.last_level_cache() == 128 << 20
+    assert 2 << 20 <= plan._RESIDENT_CHANNEL_BYTES <= 8 << 20
+    monkeypatch.setattr(memory, "Path", lambda _: tmp_path)
+    unknown = 128 << 20, 4 << 20
+    assert memory.last_level_cache() == unknown
+    for size, shared, expected in (
+        ("32768K\n", "0-1\n", (32 << 20, 16 << 20)),
+        ("32768K\n", "0-7,64-71\n", (32 << 20, 2 << 20)),
+        ("4096K\n", "0\n", (4 << 20, 4 << 20)),
+        ("much", "0\n", unknown),
+        ("4096K\n", "", unknown),
+    ):
+        (tmp_path / "size").write_text(size)
+        (tmp_path / "shared_cpu_list").write_text(shared)
+        assert memory.last_level_cache() == expected

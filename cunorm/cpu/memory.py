@@ -13,6 +13,7 @@ import mmap
 import os
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,22 @@ def _map(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def last_level_cache() -> int:
-    """Bytes of the processor's third-level cache; where the system does not say, those of many."""
+def last_level_cache() -> tuple[int, int]:
+    """(bytes, bytes for each processor that shares it) of the third-level cache.
+
+    Where the system does not say, those of many.
+    """
+    folder = Path("/sys/devices/system/cpu/cpu0/cache/index3")
     try:
-        with open("/sys/devices/system/cpu/cpu0/cache/index3/size", encoding="ascii") as file:
-            return int(file.read().removesuffix("K\n")) << 10
+        size = int((folder / "size").read_text().removesuffix("K\n")) << 10
+        shared = (folder / "shared_cpu_list").read_text().strip()  # 0-7,64-71
+        processors = 0
+        for span in shared.split(","):
+            first, _, last = span.partition("-")
+            processors += int(last or first) - int(first) + 1
     except (OSError, ValueError):
-        return 128 << 20
+        return 128 << 20, 4 << 20
+    return size, size // processors
 
 
 def _quarter() -> int:

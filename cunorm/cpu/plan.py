@@ -35,6 +35,7 @@ from math import gcd
 from typing import NamedTuple
 
 from ..geometry import Geometry
+from .memory import last_level_cache
 
 __all__ = ["Columns", "Rows", "Segments", "plan"]
 
@@ -74,7 +75,9 @@ _MOST_PARTS = 32
 _ENOUGH_TASKS = 256
 
 # What one task may keep near. Runs, and whole samples, come back fast from a shared
-# third-level cache too; narrow columns, a cache line here and there, only from the second.
+# third-level cache too, channels of runs from half of a processor's share of it; narrow columns,
+# a cache line here and there, only from the second.
+_RESIDENT_CHANNEL_BYTES = min(max(2 << 20, last_level_cache()[1] // 2), 8 << 20)
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
 
@@ -204,7 +207,7 @@ def _segments(geometry: Geometry, itemsize: int, operands: int) -> Segments:
     return Segments(
         tasks=_ceil_div(geometry.batch * geometry.group * parts, task_units),
         resident_tasks=_ceil_div(geometry.statistics, task_units),
-        resident=channel_bytes * members * operands <= _RESIDENT_RUNS_BYTES,
+        resident=channel_bytes * members * operands <= _RESIDENT_CHANNEL_BYTES,
         task_units=task_units,
         chunk_rows=chunk_rows,
         chunk_length=chunk_length,

@@ -62,7 +62,7 @@ __all__ = ["infer", "normalize", "transform"]
 
 # Outputs at least this large bypass the caches: they would push out the data
 # still to be read and be gone themselves before anyone reads them.
-STREAMING_BYTES = min(32 << 20, last_level_cache() // 4)
+STREAMING_BYTES = min(32 << 20, last_level_cache()[0] // 4)
 
 # Of a second-level cache.
 NEAR_BYTES = 1 << 20
