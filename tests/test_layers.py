@@ -371,6 +371,19 @@ def test_moving_what_cannot_be_moved(batches):
     assert layer.backward(y) is not None
 
 
+def test_assigned_parameters():
+    """Are arrays; those that cannot be written are copied."""
+    weight = np.ones((4, 4, 1, 1), np.float32)
+    weight.flags.writeable = False
+    layer = cunorm.ConvBatchNorm(4, 4, 1)
+    layer.conv_weight = weight
+    layer.conv_weight += 1
+    assert (weight == 1).all()
+    for name in ("conv_weight", "weight", "bias"):
+        with pytest.raises(TypeError, match=f"^{name}: expected an array"):
+            setattr(layer, name, "w")
+
+
 def test_bias_of_a_norm_without():
     with pytest.raises(AttributeError, match="bias: RMSNorm has none"):
         cunorm.RMSNorm(4).bias = np.zeros(4)

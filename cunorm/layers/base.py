@@ -174,9 +174,8 @@ class Layer:
         """Take parameters and running statistics from arrays under PyTorch's names.
 
         Values are copied and cast to the layer's dtypes (``num_batches_tracked`` is an
-        integer). Arrays of a PyTorch
-        state dict, of ``numpy.load`` and of `state_dict` will do; a missing
-        ``num_batches_tracked`` counts as 0. In a whole network's state dict the
+        integer). Arrays of a PyTorch state dict, of ``numpy.load`` and of `state_dict` will
+        do; a missing ``num_batches_tracked`` counts as 0. In a whole network's state dict the
         names have the module's before them ("bn1.weight"): take that off first.
 
         Raises

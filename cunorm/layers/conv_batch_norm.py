@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .. import checks
+from .. import arrays, checks
 from ..arrays import Array
 from ..convolution import Convolution, Pair
 from ..functional.conv_batch_norm import (
@@ -138,7 +138,7 @@ class ConvBatchNorm(BatchNorm):
 
     @conv_weight.setter
     def conv_weight(self, value: Array) -> None:
-        self._parameters["conv_weight"] = value
+        self._parameters["conv_weight"] = arrays.own("conv_weight", value)
 
     def forward(self, x: Array, *, update_statistics: bool = True) -> Array:
         """Convolve and normalize x, and keep what ``backward`` needs.
