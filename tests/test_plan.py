@@ -27,7 +27,8 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
         assert pieces == 1 or cut.chunk_rows == 1
         assert cut.chunk_rows * cut.chunk_length <= plan._SEGMENT_CHUNK
         assert (cut.parts - 1) * cut.part_chunks < chunks <= cut.parts * cut.part_chunks
-        assert cut.tasks == -(-group * cut.parts // cut.task_units)
+        assert cut.tasks == -(-group // cut.block) * cut.parts
+        assert cut.block == 1 or cut.block * geometry.count * itemsize <= plan._RESIDENT_RUNS_BYTES
         bytes_near = geometry.count * itemsize * operands
         assert cut.resident == (bytes_near <= plan._RESIDENT_CHANNEL_BYTES)
     else:
@@ -67,6 +68,31 @@ def test_known_choices(shape, axis, family, resident):
     cut = plan.plan(batch_norm_geometry(shape, axis), 4, 1)
     assert isinstance(cut, family)
     assert cut.resident == resident
+
+
+@given(extents, extents, extents, st.sampled_from([2, 4, 8]))
+def test_stretches_cover_memory_in_whole_lines(outer, group, inner, itemsize):
+    geometry = batch_norm_geometry((outer, group, inner), 1)
+    tasks, stretch = plan.stretches(geometry, itemsize)
+    assert (tasks - 1) * stretch < outer * group * inner <= tasks * stretch
+    assert stretch * itemsize % 64 == 0
+    assert tasks <= plan._ENOUGH_TASKS
+
+
+@pytest.mark.parametrize(
+    ("shape", "operands", "block"),
+    [
+        ((64, 256, 28, 28), 1, 10),  # 11 would be 32 KiB on end, 10 are 2 MiB
+        ((64, 256, 28, 28), 2, 5),
+        ((32, 256, 32, 32), 1, 8),
+        ((16, 64, 112, 112), 1, 1),  # 50 KB on end already
+        ((64, 32, 32, 32), 1, 2),  # 16 blocks for many threads
+        ((1, 1024, 48), 1, 170),  # a task's worth
+    ],
+)
+def test_blocks_of_channels(shape, operands, block):
+    """Runs of neighbouring channels are read in turns."""
+    assert plan.plan(batch_norm_geometry(shape, 1), 4, operands).block == block
 
 
 def test_few_channels_use_all_threads():

@@ -10,7 +10,9 @@ probabilistic rounding error analysis", 2019, lambda = 4), so
 
     |error of sum t_i| <= gamma(n) * sum |t_i|,   gamma(n) = 4 * (sqrt(k) + 2) * u,
 
-the 2 for the few operations around the sum. A chunk of the CUDA kernels is 16 to
+the 2 for the few operations around the sum. Squares on the CPU are taken about the mean
+of all chunks before one, and are at most twice those about the mean of all: 2 * gamma
+for the variance. A chunk of the CUDA kernels is 16 to
 256 elements of a thread, 8 tiles about the mean of the first of them; its sum of
 squares is at most 9 times that about its own mean, which for chunks of k = 256
 elements in vectors of 8 makes 9 * sqrt(k / 8) * u, within the bound. Float64 data

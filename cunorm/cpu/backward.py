@@ -25,11 +25,13 @@ from .elements import (
     as_accumulator,
     device_function,
     flat,
+    flush,
+    follow,
     kernel,
     load,
     load_scratch,
-    prefetch,
     scratch,
+    stage_size,
     store,
     store_streaming,
     streaming_range,
@@ -38,12 +40,13 @@ from .elements import (
 from .pieces import (
     columns_part,
     columns_piece,
+    runs_row,
     segments_chunk,
     segments_chunks,
-    segments_unit,
+    segments_start,
     spread,
 )
-from .plan import Columns, Rows, Segments, plan, stays_near
+from .plan import Columns, Rows, Segments, plan, stays_near, stretches
 from .pool import run
 from .rows import (
     add_up_blocks,
@@ -59,8 +62,7 @@ from .threads import get_num_threads
 from .transform import (
     STREAMING_BYTES,
     columns_transform,
-    next_statistic,
-    segments_transform,
+    run_transform,
 )
 
 __all__ = ["backward", "input_gradient", "reduce"]
@@ -119,114 +121,137 @@ def _run_reduce(dy, x, start, length, mean):
 
 
 @device_function
-def _segments_part(
-    dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part, mean,
-    scale, streaming,
+def _look_up(
+    x, first, last, outer, group, inner, members, parameters, mean, inv_std, weight,
+    starts, means, scales,
 ):  # fmt: skip
-    """Sums of dy and dy * (x - mean) over one part of the channel that begins at `base`.
+    """Where the channels [first, last) begin, their means, and the factors of dy in dx."""
+    for i in range(last - first):
+        statistic = (first + i) // members
+        starts[i] = segments_start(first + i, outer, group, inner)
+        store(means, i, load(mean, statistic))
+        if inv_std.size:
+            store(scales, i, _scale(x, statistic, (first + i) % parameters, inv_std, weight))
 
-    If there is a dx, it becomes dy * scale while that is near.
+
+@device_function
+def _segments_sums(
+    dy, x, dx, part, outer, inner, stride, chunk_rows, chunk_length, part_chunks,
+    channels, starts, means, scales, streaming, stage, sums,
+):  # fmt: skip
+    """Sums of dy and dy * (x - mean) over one part of each of a block's channels.
+
+    If there is a dx, it becomes that of given statistics while dy is near. Runs are read in
+    turns, so that memory is read on and on.
     """
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     zero = as_accumulator(x, 0.0)
-    sum_dy, sum_dy_xmu = 0.0, 0.0
+    sums[:, :] = 0.0
+    staged = end = starts[0]
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         for r in range(row, row + rows):
-            start = base + r * stride + offset
-            if rows > 1:
-                prefetch(dy, start + stride, length)
-                prefetch(x, start + stride, length)
-            run_dy, run_dy_xmu = _run_reduce(dy, x, start, length, mean)
-            sum_dy += run_dy
-            sum_dy_xmu += run_dy_xmu
-        if dx.size:
-            segments_transform(
-                dy, dx, base, stride, outer, inner, chunk_rows, chunk_length, chunk, chunk + 1,
-                zero, scale, zero, streaming,
-            )  # fmt: skip
-    return sum_dy, sum_dy_xmu
+            for i in range(channels):
+                start = starts[i] + r * stride + offset
+                sum_dy, sum_dy_xmu = _run_reduce(dy, x, start, length, load_scratch(means, i))
+                sums[i, 0] += sum_dy
+                sums[i, 1] += sum_dy_xmu
+                if dx.size:
+                    scale = load_scratch(scales, i)
+                    staged = follow(dx, staged, end, start, stage)
+                    end = start + length
+                    staged = run_transform(
+                        dy, dx, start, end, zero, scale, zero, streaming, stage, staged
+                    )
+    flush(dx, staged, end, stage)
 
 
 @kernel
 def _reduce_segments(
     board, me, dy, x, dx, mean, inv_std, weight, partials, streaming,
     batch, outer, group, inner, members, parameters,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` parts; `partials[channel, part]` gets the two sums.
+    """A task is one part of one block; `partials[channel, part]` gets the two sums.
 
     If there is a dx, it becomes that of given statistics.
     """
-    units = batch * group * parts
-    zero = as_accumulator(x, 0.0)
+    channels = block * members
+    starts, numbers = np.empty(channels, np.int64), scratch(x, (2, channels))
+    means, scales = numbers[0], numbers[1]
+    sums = np.empty((channels, 2))
+    stage = np.empty(stage_size(dx, inner, streaming) if dx.size else 0, dx.dtype)
     task = next_task(board, me)
     while task >= 0:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            channel, part, base = segments_unit(unit, outer, group, inner, parts)
-            statistic = channel // members
-            scale = zero
-            if dx.size:
-                scale = _scale(x, statistic, channel % parameters, inv_std, weight)
-            sums = _segments_part(
-                dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
-                part_chunks, part, load(mean, statistic),
-                scale, streaming,
-            )  # fmt: skip
-            partials[channel, part, 0], partials[channel, part, 1] = sums
+        first, part = task // parts * channels, task % parts
+        last = min(batch * group, first + channels)
+        _look_up(
+            x, first, last, outer, group, inner, members, parameters, mean, inv_std, weight,
+            starts, means, scales,
+        )  # fmt: skip
+        _segments_sums(
+            dy, x, dx, part, outer, inner, group * inner, chunk_rows, chunk_length, part_chunks,
+            last - first, starts, means, scales, streaming, stage, sums,
+        )  # fmt: skip
+        partials[first:last, part] = sums[: last - first]
         task = next_task(board, me)
 
 
 @device_function
-def _run_gradient(put, dy, x, dx, start, end, mean, scale, slope, offset):
+def _elements_gradient(put, dy, x, dx, start, end, to_dx, mean, scale, slope, offset):
     for i in range(start, end):
-        put(dx, i, load(dy, i) * scale + ((load(x, i) - mean) * slope + offset))
+        put(dx, i + to_dx, load(dy, i) * scale + ((load(x, i) - mean) * slope + offset))
 
 
 @device_function
-def _segments_gradient(
-    dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, first_chunk, last_chunk,
-    mean, scale, slope, offset, ahead, streaming,
-):  # fmt: skip
-    """Dx of the chunks [first_chunk, last_chunk). Runs that are `ahead` are read soon; 0: none."""
-    for chunk in range(first_chunk, last_chunk):
-        row, rows, begin, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
-        for r in range(row, row + rows):
-            start = base + r * stride + begin
-            end = start + length
-            if ahead > 0:
-                prefetch(dy, start + ahead, length)
-                prefetch(x, start + ahead, length)
-            first, last = streaming_range(dx, start, end, streaming)
-            _run_gradient(store, dy, x, dx, start, first, mean, scale, slope, offset)
-            _run_gradient(store_streaming, dy, x, dx, first, last, mean, scale, slope, offset)
-            _run_gradient(store, dy, x, dx, last, end, mean, scale, slope, offset)
+def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged):
+    """Dx of the elements [start, end) of one channel; the stage is used as in `run_transform`."""
+    numbers = (mean, scale, slope, offset)
+    if stage.size == 0:
+        first, last = streaming_range(dx, start, end, streaming)
+        _elements_gradient(store, dy, x, dx, start, first, 0, *numbers)
+        _elements_gradient(store_streaming, dy, x, dx, first, last, 0, *numbers)
+        _elements_gradient(store, dy, x, dx, last, end, 0, *numbers)
+        return end
+    while start < end:
+        full = staged + stage.size
+        stop = min(end, full)
+        _elements_gradient(store, dy, x, stage, start, stop, -staged, *numbers)
+        if stop == full:
+            flush(dx, staged, full, stage)
+            staged = full
+        start = stop
+    return staged
 
 
 @kernel
 def _gradient_segments(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    streaming, batch, outer, group, inner, members, parameters,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    streaming, batch, outer, group, inner, members, parameters, stretch,
 ):  # fmt: skip
-    """A task is `task_units` parts; the last part goes first, being nearest."""
-    units = batch * group * parts
-    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    """A task is a stretch of memory; the last one goes first, being nearest."""
+    stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
     task = last_task(board, me)
     while task >= 0:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            channel, part, base = segments_unit(unit, outer, group, inner, parts)
-            statistic = channel // members
-            slope, offset = _share(
-                x, statistic, members, statistic * members % parameters, residual, inv_std,
-                weight, sum_dy, sum_dy_xmu, count,
-            )  # fmt: skip
-            _segments_gradient(
-                dy, x, dx, base, group * inner, outer, inner, chunk_rows, chunk_length,
-                part * part_chunks, min(chunks, (part + 1) * part_chunks), load(mean, statistic),
-                _scale(x, statistic, channel % parameters, inv_std, weight),
-                slope, offset, group * inner if chunk_rows > 1 else 0, streaming,
-            )  # fmt: skip
+        start, end = task * stretch, min(x.size, (task + 1) * stretch)
+        staged = start
+        while start < end:
+            run, row_end, channel, parameter = runs_row(start, outer, group, inner, parameters)
+            stop = row_end - (group - run - 1) * inner
+            while start < min(end, row_end):
+                statistic = channel + run if members == 1 else (channel + run) // members
+                first = parameter + run - (channel + run - statistic * members)
+                slope, offset = _share(
+                    x, statistic, members, first, residual, inv_std, weight, sum_dy, sum_dy_xmu,
+                    count,
+                )  # fmt: skip
+                scale = _scale(x, statistic, parameter + run, inv_std, weight)
+                staged = _run_gradient(
+                    dy, x, dx, start, min(stop, end), load(mean, statistic), scale, slope,
+                    offset, streaming, stage, staged,
+                )  # fmt: skip
+                start, stop, run = stop, stop + inner, run + 1
+        flush(dx, staged, end, stage)
         task = last_task(board, me)
 
 
@@ -234,42 +259,54 @@ def _gradient_segments(
 def _backward_segments(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
     batch, outer, group, inner, members, parameters,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` whole statistics."""
-    units = batch * group // members
-    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    """A task is one block of statistics."""
+    channels = block * members
     count = np.float64(outer * members * inner)
-    stride = group * inner
-    zero = as_accumulator(x, 0.0)
-    ahead = next_statistic(x, 2 * outer, members * inner)
+    starts, numbers = np.empty(channels, np.int64), scratch(x, (4, channels))
+    means, scales, slopes, offsets = numbers[0], numbers[1], numbers[2], numbers[3]
+    sums, part_sums = np.empty((channels, 2)), np.empty((channels, 2))
+    stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
     task = next_task(board, me)
     while task >= 0:
-        for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
-            center = load(mean, statistic)
-            first = statistic * members % parameters
-            for channel in range(statistic * members, (statistic + 1) * members):
-                _, _, base = segments_unit(channel, outer, group, inner, 1)
-                total_dy, total_dy_xmu = 0.0, 0.0
-                for part in range(parts):
-                    part_dy, part_dy_xmu = _segments_part(
-                        dy, x, dx[:0], base, stride, outer, inner, chunk_rows, chunk_length,
-                        part_chunks, part, center, zero, False,
-                    )  # fmt: skip
-                    total_dy += part_dy
-                    total_dy_xmu += part_dy_xmu
-                _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
-            slope, offset = _share(
-                x, statistic, members, first, residual, inv_std, weight, sum_dy, sum_dy_xmu,
-                count,
+        first = task * channels
+        last = min(batch * group, first + channels)
+        _look_up(
+            x, first, last, outer, group, inner, members, parameters, mean, inv_std, weight,
+            starts, means, scales,
+        )  # fmt: skip
+        sums[:, :] = 0.0
+        for part in range(parts):
+            _segments_sums(
+                dy, x, dx[:0], part, outer, inner, group * inner, chunk_rows, chunk_length,
+                part_chunks, last - first, starts, means, scales, False, stage, part_sums,
             )  # fmt: skip
-            for member in range(members):
-                _, _, base = segments_unit(statistic * members + member, outer, group, inner, 1)
-                _segments_gradient(
-                    dy, x, dx, base, stride, outer, inner, chunk_rows, chunk_length, 0, chunks,
-                    center, _scale(x, statistic, first + member, inv_std, weight),
-                    slope, offset, ahead, streaming,
+            for i in range(last - first):
+                sums[i, 0] += part_sums[i, 0]
+                sums[i, 1] += part_sums[i, 1]
+        for i in range(last - first):
+            channel = first + i
+            _write_sums(channel, members, residual, sums[i, 0], sums[i, 1], sum_dy, sum_dy_xmu)
+        for statistic in range(first // members, last // members):
+            slope, offset = _share(
+                x, statistic, members, statistic * members % parameters, residual, inv_std,
+                weight, sum_dy, sum_dy_xmu, count,
+            )  # fmt: skip
+            for i in range(statistic * members - first, (statistic + 1) * members - first):
+                store(slopes, i, slope)
+                store(offsets, i, offset)
+        staged = end = starts[0]
+        for row in range(outer):
+            for i in range(last - first):
+                start = starts[i] + row * group * inner
+                staged = follow(dx, staged, end, start, stage)
+                end = start + inner
+                staged = _run_gradient(
+                    dy, x, dx, start, end, load_scratch(means, i), load_scratch(scales, i),
+                    load_scratch(slopes, i), load_scratch(offsets, i), streaming, stage, staged,
                 )  # fmt: skip
+        flush(dx, staged, end, stage)
         task = next_task(board, me)
 
 
@@ -416,24 +453,21 @@ def _reduce_columns(
 
 
 @device_function
-def _row_gradient(dy, x, dx, start, width, mean, scale, slope, offset):
-    for p in range(width):
+def _positions_gradient(put, dy, x, dx, start, first, last, mean, scale, slope, offset):
+    for p in range(first, last):
         centered = load(x, start + p) - load_scratch(mean, p)
         rest = centered * load_scratch(slope, p) + load_scratch(offset, p)
-        store(dx, start + p, load(dy, start + p) * load_scratch(scale, p) + rest)
+        put(dx, start + p, load(dy, start + p) * load_scratch(scale, p) + rest)
 
 
 @device_function
-def _rows_gradient(put, dy, x, dx, a, stride, first, last, mean, scale, slope, offset):
-    """Positions [first, last) of two rows, which share what is loaded of their numbers."""
-    b = a + stride
-    for p in range(first, last):
-        center, factor = load_scratch(mean, p), load_scratch(scale, p)
-        tilt, constant = load_scratch(slope, p), load_scratch(offset, p)
-        rest_a = (load(x, a + p) - center) * tilt + constant
-        rest_b = (load(x, b + p) - center) * tilt + constant
-        put(dx, a + p, load(dy, a + p) * factor + rest_a)
-        put(dx, b + p, load(dy, b + p) * factor + rest_b)
+def _row_gradient(dy, x, dx, start, width, mean, scale, slope, offset, streaming):
+    first, last = streaming_range(dx, start, start + width, streaming)
+    first, last = first - start, last - start
+    numbers = (mean, scale, slope, offset)
+    _positions_gradient(store, dy, x, dx, start, 0, first, *numbers)
+    _positions_gradient(store_streaming, dy, x, dx, start, first, last, *numbers)
+    _positions_gradient(store, dy, x, dx, start, last, width, *numbers)
 
 
 @device_function
@@ -441,18 +475,9 @@ def _columns_gradient(
     dy, x, dx, start, stride, rows, width, tail_width, mean, scale, slope, offset, streaming
 ):
     """Dx of `rows` rows of `width` positions and, below them, of `tail_width` positions."""
-    # One alignment fits all rows only if they are whole cache lines apart.
-    streaming = streaming and stride * dx.itemsize % 64 == 0
-    first, last = streaming_range(dx, start, start + width, streaming)
-    first, last = first - start, last - start
-    numbers = (mean, scale, slope, offset)
-    for row in range(0, rows - 1, 2):
-        a = start + row * stride
-        _rows_gradient(store, dy, x, dx, a, stride, 0, first, *numbers)
-        _rows_gradient(store_streaming, dy, x, dx, a, stride, first, last, *numbers)
-        _rows_gradient(store, dy, x, dx, a, stride, last, width, *numbers)
-    if rows % 2:
-        _row_gradient(dy, x, dx, start + (rows - 1) * stride, width, *numbers)
+    numbers = (mean, scale, slope, offset, streaming)
+    for row in range(rows):
+        _row_gradient(dy, x, dx, start + row * stride, width, *numbers)
     _row_gradient(dy, x, dx, start + rows * stride, tail_width, *numbers)
 
 
@@ -597,7 +622,6 @@ def _add_up_samples(sum_dy, sum_dy_xmu, inv_std, members, parameters, dweight, d
 
 
 _REDUCE = {Segments: _reduce_segments, Columns: _reduce_columns}
-_GRADIENT = {Segments: _gradient_segments, Columns: _gradient_columns}
 _BACKWARD = {Segments: _backward_segments, Columns: _backward_columns}
 
 
@@ -613,9 +637,9 @@ def _fused(geometry: Geometry, itemsize: int, threads: int):
 
 def _extents(cut, geometry: Geometry):
     """A geometry as the kernels of a plan take it."""
-    if isinstance(cut, Segments):
-        return geometry
-    return *geometry[4:], *geometry.merged()[:4]
+    if isinstance(cut, Columns):
+        return *geometry[4:], *geometry.merged()[:4]
+    return geometry
 
 
 def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, out=None):
@@ -630,7 +654,7 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
     run(
         _REDUCE[type(cut)], cut.tasks, 2 * x.nbytes, flat(dy), flat(x),
         flat(x)[:0] if out is None else flat(out), mean, inv_std, weight, partials,
-        x.nbytes >= STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
+        x.nbytes > STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
     )  # fmt: skip
     sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
     _finish_sums(partials, geometry.members, residual, sum_dy, sum_dy_xmu)
@@ -652,7 +676,7 @@ def _sums_and_gradient(dy, x, mean, residual, inv_std, weight, geometry: Geometr
         sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
         run(
             kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out), mean, residual, inv_std,
-            weight, sum_dy, sum_dy_xmu, x.nbytes >= STREAMING_BYTES, *last,
+            weight, sum_dy, sum_dy_xmu, x.nbytes > STREAMING_BYTES, *last,
         )  # fmt: skip
     return sum_dy, sum_dy_xmu
 
@@ -663,7 +687,7 @@ def _backward_rows(
 ):  # fmt: skip
     """Gradients as `backward` has them, of rows; flat dweight and dbias, empty if not wanted."""
     statistics = mean, residual, inv_std
-    streaming = x.nbytes >= STREAMING_BYTES
+    streaming = x.nbytes > STREAMING_BYTES
     extents = row_extents(geometry)
     _, number, length = extents
     gradients = dweight.size + dbias.size > 0
@@ -709,11 +733,17 @@ def input_gradient(
 ):
     """`out` = dx from sums over the `count` values that mean and inv_std were taken from."""
     cut = plan(geometry, x.itemsize, 2)
+    if isinstance(cut, Segments):
+        tasks, stretch = stretches(geometry, x.itemsize)
+        kernel, last = _gradient_segments, (*geometry, stretch)
+    else:
+        last = (*_extents(cut, geometry), *cut.arguments)
+        kernel, tasks = _gradient_columns, cut.tasks
     run(
-        _GRADIENT[type(cut)], cut.tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
+        kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
         mean, NONE[mean.dtype] if residual is None else residual, inv_std,
         parameter(weight, mean.dtype), sum_dy, sum_dy_xmu, float(count),
-        x.nbytes >= STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
+        x.nbytes > STREAMING_BYTES, *last,
     )  # fmt: skip
 
 

@@ -42,7 +42,6 @@ from .pieces import (
     columns_piece,
     segments_chunk,
     segments_chunks,
-    segments_unit,
     spread,
 )
 from .plan import Columns, Rows, Segments, plan, rows_plan, stays_near
@@ -302,20 +301,20 @@ def _segments_sums(
 def _reduce_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
     streaming, batch, outer, group, inner, members, parameters,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` parts; `partials[channel, part]` gets the sums.
+    """A task is one part of one block; `partials[channel, part]` gets the sums.
 
     If there are outputs they become those of given statistics.
     """
-    units = group * parts
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     stride = group * inner
     training, of_chunk = not ddx.size, np.empty(_SUMS)
     task = next_task(board, me)
     while task >= 0:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            channel, part, base = segments_unit(unit, outer, group, inner, parts)
+        first, part = task // parts * block, task % parts
+        for channel in range(first, min(group, first + block)):
+            base = channel * inner
             sums = partials[channel, part]
             center = load(mean, channel)
             _segments_sums(
@@ -338,15 +337,15 @@ def _reduce_segments(
 def _transform_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums,
     streaming, batch, outer, group, inner, members, parameters,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` parts; the last part goes first, being nearest."""
-    units = group * parts
+    """A task is one part of one block; the last one goes first, being nearest."""
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     task = last_task(board, me)
     while task >= 0:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            channel, part, base = segments_unit(unit, outer, group, inner, parts)
+        first, part = task // parts * block, task % parts
+        for channel in range(first, min(group, first + block)):
+            base = channel * inner
             coefficients = _coefficients(
                 x, channel, True, residual, inv_std, weight, gweight, gbias, sums[channel]
             )
@@ -362,15 +361,15 @@ def _transform_segments(
 def _double_backward_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, ddweight,
     streaming, batch, outer, group, inner, members, parameters,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` whole channels."""
+    """A task is one block of whole channels."""
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     stride = group * inner
     sums, part_sums, of_chunk = np.empty(_SUMS), np.empty(_SUMS), np.empty(_SUMS)
     task = next_task(board, me)
     while task >= 0:
-        for channel in range(task * task_units, min(group, (task + 1) * task_units)):
+        for channel in range(task * block, min(group, (task + 1) * block)):
             base = channel * inner
             center = load(mean, channel)
             sums[:] = 0.0
@@ -927,7 +926,7 @@ def double_backward(
     ddweight = NONE[dtype] if ddweight is None else flat(ddweight)
     arrays: list[Any] = [flat(array) for array in (dy, x, ddy, ddx)]
     arrays.insert(0, None if gdx is None else flat(gdx))
-    streaming = x.nbytes >= STREAMING_BYTES
+    streaming = x.nbytes > STREAMING_BYTES
     nbytes = 5 * x.nbytes
     if geometry.batch > 1 or geometry.members > 1:
         parameters = [

@@ -34,6 +34,9 @@ if hasattr(os, "register_at_fork"):
 # Arrays of so many bytes do not stay in a second-level cache.
 _FAR_BYTES = 4 << 20
 
+# Results that wait in a first-level cache to be written past it.
+_STAGE_BYTES = 2 << 10
+
 _FLOAT16 = types.uint16
 _BFLOAT16 = types.int16
 
@@ -95,16 +98,17 @@ def _narrow(builder, dtype, value):
     if dtype == _FLOAT16:
         return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
     if dtype == _BFLOAT16:
-        # Round to nearest even by hand: the hardware's instruction flushes
-        # subnormals. A NaN keeps its upper bits and is made quiet.
-        word = ir.IntType(32)
+        # Round to nearest even by hand: the hardware's instruction flushes subnormals. A NaN
+        # keeps its upper bits, of which arithmetic has made one quiet. The step up comes
+        # after the truncation, because a store that truncates would not stream.
+        word, half = ir.IntType(32), ir.IntType(16)
         bits = builder.bitcast(value, word)
         upper = builder.lshr(bits, word(16))
-        odd = builder.and_(upper, word(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
-        quiet = builder.or_(upper, word(0x40))
-        chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-        return builder.trunc(chosen, ir.IntType(16))
+        lower = builder.shl(bits, word(16))
+        tie = builder.sub(word(1 << 31), builder.and_(upper, word(1)))  # goes to even
+        up = builder.icmp_unsigned(">", lower, tie)
+        up = builder.and_(up, builder.fcmp_ordered("ord", value, value))
+        return builder.add(builder.trunc(upper, half), builder.zext(up, half))
     return value
 
 
@@ -128,20 +132,36 @@ load = intrinsic(_define_load(constant=True))
 load_scratch = intrinsic(_define_load(constant=False))
 
 
+def _write(builder, value, address, streaming):
+    instruction = builder.store(value, address, align=64 if streaming else None)
+    instruction.set_metadata("noalias", _alias_scope(builder.module))
+    if streaming:
+        one = ir.Constant(ir.IntType(32), 1)
+        instruction.set_metadata("nontemporal", builder.module.add_metadata([one]))
+
+
 def _define_store(streaming):
     def typer(typing_context, array, index, value):
         def generate(context, builder, signature, arguments):
             data, position, number = arguments
             address = _address(context, builder, signature.args[0], data, position)
-            narrow = _narrow(builder, array.dtype, number)
-            instruction = builder.store(narrow, address, align=64 if streaming else None)
-            instruction.set_metadata("noalias", _alias_scope(builder.module))
-            if streaming:
-                one = ir.Constant(ir.IntType(32), 1)
-                instruction.set_metadata("nontemporal", builder.module.add_metadata([one]))
+            _write(builder, _narrow(builder, array.dtype, number), address, streaming)
             return context.get_dummy_value()
 
         return types.void(array, types.intp, _accumulator(array.dtype)), generate
+
+    return typer
+
+
+def _define_move(streaming):
+    def typer(typing_context, array, index, source, position):
+        def generate(context, builder, signature, arguments):
+            value = builder.load(_address(context, builder, signature.args[2], *arguments[2:]))
+            address = _address(context, builder, signature.args[0], *arguments[:2])
+            _write(builder, value, address, streaming)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, source, types.intp), generate
 
     return typer
 
@@ -152,6 +172,12 @@ store = intrinsic(_define_store(streaming=False))
 #: The same past the caches, for outputs that do not fit in them. The loop must
 #: start on a 64-byte boundary: the vector stores it becomes rely on that.
 store_streaming = intrinsic(_define_store(streaming=True))
+
+#: ``_move(array, index, source, position)``: an element as it is, from a working array.
+_move = intrinsic(_define_move(streaming=False))
+
+#: The same past the caches, as `store_streaming` does it.
+_move_streaming = intrinsic(_define_move(streaming=True))
 
 
 @intrinsic
@@ -231,6 +257,41 @@ def streaming_range(array, start, end, streaming):
     if not streaming or (end - first < 8 * line and not whole):
         return end, end
     return first, first + (end - first) // line * line
+
+
+@device_function
+def stage_size(array, length, streaming):
+    """Elements of a stage for runs of `length` that follow each other; 0: none is needed.
+
+    Short runs that begin and end within cache lines cannot be streamed one by one. Their
+    results are gathered in a stage, and `flush` writes them in whole lines.
+    """
+    size = _STAGE_BYTES // array.itemsize
+    whole = _address_of(array, 0) & 63 == 0 and length * array.itemsize % 64 == 0
+    return size if streaming and not whole and length < size else 0
+
+
+@device_function
+def flush(array, start, end, stage):
+    """Write the elements [start, end), with which the stage, if there is one, begins."""
+    if stage.size == 0:
+        return
+    first, last = streaming_range(array, start, end, True)
+    for i in range(start, first):
+        _move(array, i, stage, i - start)
+    for i in range(first, last):
+        _move_streaming(array, i, stage, i - start)
+    for i in range(last, end):
+        _move(array, i, stage, i - start)
+
+
+@device_function
+def follow(array, staged, end, start, stage):
+    """What the stage begins with when a run from `start` on comes after one that ended at `end`."""
+    if start == end:
+        return staged
+    flush(array, staged, end, stage)
+    return start
 
 
 def scratch(x, shape):

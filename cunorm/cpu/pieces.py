@@ -8,13 +8,6 @@ from .elements import device_function, store
 
 
 @device_function
-def segments_unit(unit, outer, group, inner, parts):
-    """(channel, part, base) of a unit of work: one part of the channel that begins at base."""
-    channel, part = unit // parts, unit % parts
-    return channel, part, (channel // group * outer * group + channel % group) * inner
-
-
-@device_function
 def segments_chunk(chunk, outer, inner, chunk_rows, chunk_length):
     """(first row, rows, offset in each run, length) of a chunk of a channel."""
     pieces = -(-inner // chunk_length)
@@ -27,6 +20,25 @@ def segments_chunk(chunk, outer, inner, chunk_rows, chunk_length):
 def segments_chunks(outer, inner, chunk_rows, chunk_length):
     """Number of chunks in a channel."""
     return -(-outer // chunk_rows) * -(-inner // chunk_length)
+
+
+@device_function
+def segments_start(channel, outer, group, inner):
+    """Where a channel begins."""
+    return (channel // group * outer * group + channel % group) * inner
+
+
+@device_function
+def runs_row(element, outer, group, inner, parameters):
+    """(run, end, channel, parameter) of the row of `group` runs that an element is in.
+
+    The run is the element's within the row; `end` is the row's, channel and parameter are
+    those of its first run.
+    """
+    run = element // inner
+    row = run // group
+    channel = row // outer * group
+    return run - row * group, (row + 1) * group * inner, channel, channel % parameters
 
 
 # --- columns: folded rows of positions, in blocks of channels -----------------

@@ -43,13 +43,13 @@ __all__ = ["Columns", "Rows", "Segments", "plan"]
 # there are rows enough to spread the cost of a position's own statistics over.
 # Measured on Zen 5: either family takes the same time at about these lengths.
 _SHORT_RUN = 32
-_MIDDLING_RUN = 256
+_MIDDLING_RUN = (128, 256, 256, 256)  # by operands
 _MANY_ROWS = 16
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
 # begin and end within them; a backward pass keeps gradients for every element of a row near.
-_SHORT_SPAN = (256, 256, 64, 64)  # by operands
+_SHORT_SPAN = (256, 256, 64, 64)
 _SHORT_COLUMN = 48
 
 # Elements summed in the accumulator type before float64 takes over; a chunk of
@@ -96,6 +96,9 @@ _LEAST_BLOCKS = 16
 _BLOCK_SHARE = 16
 _MOST_BLOCK_SAMPLES = 256
 
+# Runs of neighbouring channels are read in turns, so much memory on end.
+_STRETCH_BYTES = 32 << 10
+
 # Less than this is not worth a task of its own: taking one is an atomic operation.
 _TASK_BYTES = 32 << 10
 
@@ -107,10 +110,10 @@ def _ceil_div(a: int, b: int) -> int:
 class Segments(NamedTuple):
     """Channels of ``outer`` runs of ``inner`` elements."""
 
-    tasks: int  # when every part of a channel is a unit of work
-    resident_tasks: int  # when every statistic is one
+    tasks: int  # when every part of a block is one
+    resident_tasks: int  # when every block is one
     resident: bool
-    task_units: int  # units of work in a task
+    block: int  # statistics in a block
     chunk_rows: int  # runs in a chunk; 1 where a run is cut into several
     chunk_length: int  # elements of a run in a chunk
     part_chunks: int  # chunks in a part
@@ -195,6 +198,16 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
     )
 
 
+@lru_cache(maxsize=1024)
+def stretches(geometry: Geometry, itemsize: int) -> tuple[int, int]:
+    """(tasks, elements of a task) for a sweep over segments in memory order."""
+    elements = geometry.batch * geometry.outer * geometry.group * geometry.inner
+    line = 64  # elements: whole cache lines
+    stretch = max(_TASK_BYTES // itemsize, _ceil_div(elements, _ENOUGH_TASKS))
+    stretch = _ceil_div(stretch, line) * line
+    return _ceil_div(elements, stretch), stretch
+
+
 def _segments(geometry: Geometry, itemsize: int, operands: int) -> Segments:
     outer, inner, members = geometry.outer, geometry.inner, geometry.members
     pieces, chunk_length = _pieces(inner)
@@ -203,12 +216,19 @@ def _segments(geometry: Geometry, itemsize: int, operands: int) -> Segments:
     channel_bytes = outer * inner * itemsize
     part_chunks = _ceil_div(chunks, min(_MOST_PARTS, _ceil_div(channel_bytes, _PART_BYTES)))
     parts = _ceil_div(chunks, part_chunks)
-    task_units = max(1, _TASK_BYTES // (channel_bytes * members))
+    statistic_bytes = channel_bytes * members
+    block = _TASK_BYTES // statistic_bytes
+    if outer > 1:
+        wide = _ceil_div(_STRETCH_BYTES, members * inner * itemsize)
+        fitting = _RESIDENT_RUNS_BYTES // (statistic_bytes * max(1, operands))
+        block = max(block, min(wide, fitting, geometry.statistics // _LEAST_BLOCKS))
+    block = max(1, block)
+    blocks = _ceil_div(geometry.statistics, block)
     return Segments(
-        tasks=_ceil_div(geometry.batch * geometry.group * parts, task_units),
-        resident_tasks=_ceil_div(geometry.statistics, task_units),
-        resident=channel_bytes * members * operands <= _RESIDENT_CHANNEL_BYTES,
-        task_units=task_units,
+        tasks=blocks * parts,
+        resident_tasks=blocks,
+        resident=statistic_bytes * operands <= _RESIDENT_CHANNEL_BYTES,
+        block=block,
         chunk_rows=chunk_rows,
         chunk_length=chunk_length,
         part_chunks=part_chunks,
@@ -282,7 +302,7 @@ def plan(
             return _segments(geometry, itemsize, operands)
     short = inner < _SHORT_COLUMN
     if members == 1:
-        short = inner < _SHORT_RUN or (inner < _MIDDLING_RUN and outer >= _MANY_ROWS)
+        short = inner < _SHORT_RUN or (inner < _MIDDLING_RUN[operands] and outer >= _MANY_ROWS)
     if short:
         return _columns(geometry.merged(), itemsize, operands)
     return _segments(geometry, itemsize, operands)

@@ -26,12 +26,7 @@ from .elements import (
     streaming_range,
     strict_function,
 )
-from .statistics import (
-    parameter,
-    residual_times,
-    save,
-    segments_part,
-)
+from .statistics import parameter, residual_times, row_moments, save
 from .tasks import last_task, next_task
 
 __all__ = [
@@ -148,9 +143,7 @@ def normalize_rows(
                 row = (first + i) * number + g
                 base = row * length
                 if centered:
-                    count, mean, m2 = segments_part(
-                        x, base, 0, 1, length, 1, chunk_length, pieces, 0
-                    )
+                    count, mean, m2 = row_moments(x, base, length, chunk_length)
                 else:
                     count, mean = np.float64(length), 0.0
                     m2 = _squares(x, base, length, chunk_length)

@@ -1,12 +1,16 @@
 """Mean and centred sum of squares of every channel.
 
-A chunk is read twice while it is in a near cache: once for its mean, about a
-pivot taken from its own data so that a large common offset costs no digits,
-and once for the sums of (x - mean) and (x - mean)^2, the first of which
-corrects what the rounding of the mean left over (Chan, Golub and LeVeque,
-"Algorithms for computing the sample variance", 1983, eq. 1.7). Chunks are
-merged in float64 (their eq. 2.1). A constant channel has exactly its value as
-mean and exactly zero as sum of squares.
+Of a chunk the sums of x - center and (x - center)^2 are taken, the first of which
+corrects what the center is off (Chan, Golub and LeVeque, "Algorithms for
+computing the sample variance", 1983, eq. 1.7), and chunks are merged in float64
+(their eq. 2.1). The first chunk of a part is read twice while it is in a near
+cache: its center is its own mean, taken about one of its elements, so that a
+large common offset costs no digits. The center of the others is the mean of all
+before them. With d between the means of a values and the next b <= a of them, the
+squares of the b are b d^2 larger about the first mean than about their own; but
+the merged sum of squares has a b d^2 / (a + b), at least half of that, so they
+are never more than twice what they belong to. A constant channel has exactly its
+value as mean and exactly zero as sum of squares.
 
 `moments` is the verb; the device functions also serve the fused forward pass.
 """
@@ -28,12 +32,11 @@ from .elements import (
     kernel,
     load,
     load_scratch,
-    prefetch,
     scratch,
     store,
     strict_function,
 )
-from .pieces import columns_piece, segments_chunk, segments_chunks, segments_unit
+from .pieces import columns_piece, segments_chunk, segments_chunks, segments_start
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
 from .tasks import next_task
@@ -70,6 +73,14 @@ def _pivot(x, i):
 
 
 @strict_function
+def _center(x, count, mean, i):
+    """What to measure a chunk from: the mean of those before it, or its first element."""
+    if count == 0:
+        return _pivot(x, i)
+    return as_accumulator(x, mean if math.isfinite(mean) else 0.0)
+
+
+@strict_function
 def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
     """Mean and m2 of two sets together, of which b is not empty."""
     if count_a == 0:
@@ -80,6 +91,14 @@ def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
     m2 = m2_a + m2_b + delta * delta * (count_a * share)
     # Infinity stays infinity; infinities of both signs make NaN.
     return mean if math.isfinite(delta) else mean_a + mean_b, m2
+
+
+@device_function
+def merge_into(moments, i, count, mean, m2):
+    """Merge a set into the row (count, mean, m2)."""
+    merged = merge_moments(moments[i, 0], moments[i, 1], moments[i, 2], count, mean, m2)
+    moments[i, 0] += count
+    moments[i, 1], moments[i, 2] = merged
 
 
 @strict_function
@@ -114,55 +133,83 @@ def _run_squares(x, start, length, center):
 
 
 @device_function
-def segments_chunk_moments(x, start, stride, rows, length):
-    """Mean and m2 of a chunk: `rows` runs of `length` elements, `stride` apart."""
-    count = np.float64(rows * length)
-    pivot = _pivot(x, start)
-    total = 0.0
-    for row in range(rows):
-        if rows > 1:
-            prefetch(x, start + (row + 1) * stride, length)
-        total += _run_sum(x, start + row * stride, length, pivot)
-    center = as_accumulator(x, pivot + total / count)
-    total = 0.0
-    squares = 0.0
-    for row in range(rows):
-        run_total, run_squares = _run_squares(x, start + row * stride, length, center)
-        total += run_total
-        squares += run_squares
-    return _corrected(np.float64(center), total, squares, count)
-
-
-@device_function
-def segments_part(x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part):
-    """(count, mean, m2) of one part of the channel that begins at `base`."""
-    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+def row_moments(x, base, length, chunk_length):
+    """(count, mean, m2) of a run of any length."""
     count, mean, m2 = 0.0, 0.0, 0.0
-    for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
-        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
-        start = base + row * stride + offset
-        chunk_mean, chunk_m2 = segments_chunk_moments(x, start, stride, rows, length)
-        size = np.float64(rows * length)
+    for start in range(base, base + length, chunk_length):
+        chunk = min(chunk_length, base + length - start)
+        size = np.float64(chunk)
+        center = _center(x, count, mean, start)
+        if count == 0:
+            total = np.float64(_run_sum(x, start, chunk, center))
+            center = as_accumulator(x, center + total / size)
+        total, squares = _run_squares(x, start, chunk, center)
+        chunk_mean, chunk_m2 = _corrected(
+            np.float64(center), np.float64(total), np.float64(squares), size
+        )
         mean, m2 = merge_moments(count, mean, m2, size, chunk_mean, chunk_m2)
         count += size
     return count, mean, m2
 
 
+@device_function
+def segments_moments(
+    x, first, last, part, outer, group, inner, chunk_rows, chunk_length, part_chunks,
+    starts, centers, sums, moments,
+):  # fmt: skip
+    """(count, mean, m2) of one part of each of the channels [first, last), into `moments`.
+
+    Their runs are read in turns, so that memory is read on and on. `starts`, `centers` and
+    `sums` are room for what is known of the channels.
+    """
+    channels = last - first
+    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    stride = group * inner
+    moments[:channels, :] = 0.0
+    for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
+        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        count = np.float64(rows * length)
+        for i in range(channels):
+            starts[i] = segments_start(first + i, outer, group, inner) + row * stride + offset
+            store(centers, i, _center(x, moments[i, 0], moments[i, 1], starts[i]))
+        sums[:channels, :] = 0.0
+        if chunk == part * part_chunks:
+            for r in range(rows):
+                for i in range(channels):
+                    start = starts[i] + r * stride
+                    sums[i, 0] += _run_sum(x, start, length, load_scratch(centers, i))
+            for i in range(channels):
+                store(centers, i, as_accumulator(x, load_scratch(centers, i) + sums[i, 0] / count))
+            sums[:channels, :] = 0.0
+        for r in range(rows):
+            for i in range(channels):
+                start = starts[i] + r * stride
+                total, squares = _run_squares(x, start, length, load_scratch(centers, i))
+                sums[i, 0] += total
+                sums[i, 1] += squares
+        for i in range(channels):
+            center = np.float64(load_scratch(centers, i))
+            mean, m2 = _corrected(center, sums[i, 0], sums[i, 1], count)
+            merge_into(moments, i, count, mean, m2)
+
+
 @kernel
 def _moments_segments(
     board, me, x, partials, batch, outer, group, inner,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` parts; `partials[statistic, part]` gets (count, mean, m2)."""
-    units = batch * group * parts
+    """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
+    starts, centers, sums = np.empty(block, np.int64), scratch(x, block), np.empty((block, 2))
+    moments = np.empty((block, 3))
     task = next_task(board, me)
     while task >= 0:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            statistic, part, base = segments_unit(unit, outer, group, inner, parts)
-            moments = segments_part(
-                x, base, group * inner, outer, inner, chunk_rows, chunk_length, part_chunks, part
-            )
-            _write_moments(partials, statistic, part, moments)
+        first, part = task // parts * block, task % parts
+        last = min(batch * group, first + block)
+        segments_moments(
+            x, first, last, part, outer, group, inner, chunk_rows, chunk_length, part_chunks,
+            starts, centers, sums, moments,
+        )  # fmt: skip
+        partials[first:last, part] = moments[: last - first]
         task = next_task(board, me)
 
 
@@ -170,16 +217,11 @@ def _moments_segments(
 
 
 @device_function
-def _columns_chunk(x, start, stride, rows, width, count, center, total, squares, mean, m2):
-    """Merge `rows` rows into the moments that `width` positions have of `count` rows before.
+def _center_columns(x, start, stride, rows, width, center, total):
+    """Move the centers of `width` positions, and the totals about them, to the means of `rows`.
 
     Four rows are added before they meet the running sums, to spare loads and stores.
     """
-    zero = as_accumulator(x, 0.0)
-    for p in range(width):
-        store(center, p, _pivot(x, start + p))
-        store(total, p, zero)
-        store(squares, p, zero)
     fours = rows // 4 * 4
     for row in range(0, fours, 4):
         a = start + row * stride
@@ -198,7 +240,20 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
     for p in range(width):
         shift = np.float64(load_scratch(total, p)) * reciprocal
         store(center, p, as_accumulator(x, np.float64(load_scratch(center, p)) + shift))
+        store(total, p, as_accumulator(x, 0.0))
+
+
+@device_function
+def _columns_chunk(x, start, stride, rows, width, count, center, total, squares, mean, m2):
+    """Merge `rows` rows into the moments that `width` positions have of `count` rows before."""
+    zero = as_accumulator(x, 0.0)
+    fours = rows // 4 * 4
+    for p in range(width):
+        store(center, p, _center(x, count, load_scratch(mean, p), start + p))
         store(total, p, zero)
+        store(squares, p, zero)
+    if count == 0:
+        _center_columns(x, start, stride, rows, width, center, total)
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride

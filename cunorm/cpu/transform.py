@@ -19,26 +19,22 @@ from .elements import (
     dense,
     device_function,
     flat,
+    flush,
+    follow,
     kernel,
     load,
     load_scratch,
     prefetch,
     scratch,
+    stage_size,
     store,
     store_streaming,
     streaming_range,
     strict_function,
 )
 from .memory import last_level_cache
-from .pieces import (
-    columns_part,
-    columns_piece,
-    segments_chunk,
-    segments_chunks,
-    segments_unit,
-    spread,
-)
-from .plan import Columns, Rows, Segments, plan, statistics_plan, stays_near
+from .pieces import columns_part, columns_piece, runs_row, segments_start, spread
+from .plan import Columns, Rows, Segments, plan, statistics_plan, stays_near, stretches
 from .pool import run
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
@@ -46,13 +42,13 @@ from .statistics import (
     blend_running,
     channel_of_columns,
     columns_moments,
-    merge_moments,
+    merge_into,
     merge_parts,
     parameter,
     partial_moments,
     residual_times,
     save,
-    segments_part,
+    segments_moments,
     update_running,
 )
 from .tasks import last_task, next_task
@@ -64,8 +60,8 @@ __all__ = ["infer", "normalize", "transform"]
 # still to be read and be gone themselves before anyone reads them.
 STREAMING_BYTES = min(32 << 20, last_level_cache()[0] // 4)
 
-# Of a second-level cache.
-NEAR_BYTES = 1 << 20
+# Of a row that lies apart from the one before; the rest is fetched ahead by the hardware.
+_FETCHED_BYTES = 512
 
 
 @strict_function
@@ -86,69 +82,59 @@ def _coefficients(x, statistic, parameter, residual, inv_std, weight, bias):
 
 
 @device_function
-def _run_transform(put, x, y, start, end, mean, scale, shift):
+def _elements_transform(put, x, y, start, end, to_y, mean, scale, shift):
     for i in range(start, end):
-        put(y, i, (load(x, i) - mean) * scale + shift)
+        put(y, i + to_y, (load(x, i) - mean) * scale + shift)
 
 
 @device_function
-def _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, ahead, streaming):
-    """Transform `rows` runs of `length` elements, `stride` apart.
+def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged):
+    """Transform the elements [start, end) of one channel.
 
-    Runs that are `ahead` are read soon; 0: none.
+    With a `stage` its elements are those of y from `staged` on; the new `staged` is returned.
     """
-    for r in range(rows):
-        begin = start + r * stride
-        if ahead > 0:
-            prefetch(x, begin + ahead, length)
-        end = begin + length
-        first, last = streaming_range(y, begin, end, streaming)
-        _run_transform(store, x, y, begin, first, mean, scale, shift)
-        _run_transform(store_streaming, x, y, first, last, mean, scale, shift)
-        _run_transform(store, x, y, last, end, mean, scale, shift)
-
-
-@device_function
-def segments_transform(
-    x, y, base, stride, outer, inner, chunk_rows, chunk_length, first_chunk, last_chunk,
-    mean, scale, shift, streaming,
-):  # fmt: skip
-    """Transform the chunks [first_chunk, last_chunk) of the channel that begins at `base`."""
-    for chunk in range(first_chunk, last_chunk):
-        row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
-        start = base + row * stride + offset
-        ahead = stride if rows > 1 else 0
-        _runs_transform(x, y, start, stride, rows, length, mean, scale, shift, ahead, streaming)
-
-
-@device_function
-def next_statistic(x, outer, inner):
-    """How far the runs of the next statistic are, if they fit the cache beside this one's; or 0."""
-    return inner if 2 * outer * inner * x.itemsize <= NEAR_BYTES else 0
+    if stage.size == 0:
+        first, last = streaming_range(y, start, end, streaming)
+        _elements_transform(store, x, y, start, first, 0, mean, scale, shift)
+        _elements_transform(store_streaming, x, y, first, last, 0, mean, scale, shift)
+        _elements_transform(store, x, y, last, end, 0, mean, scale, shift)
+        return end
+    while start < end:
+        full = staged + stage.size
+        stop = min(end, full)
+        _elements_transform(store, x, stage, start, stop, -staged, mean, scale, shift)
+        if stop == full:
+            flush(y, staged, full, stage)
+            staged = full
+        start = stop
+    return staged
 
 
 @kernel
 def _transform_segments(
     board, me, x, y, mean, residual, inv_std, weight, bias, streaming,
-    batch, outer, group, inner, members, parameters,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    batch, outer, group, inner, members, parameters, stretch,
 ):  # fmt: skip
-    """A task is `task_units` parts; the last part goes first, being nearest."""
-    units = batch * group * parts
-    chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
+    """A task is a stretch of memory; the last one goes first, being nearest."""
+    stage = np.empty(stage_size(y, inner, streaming), y.dtype)
     task = last_task(board, me)
     while task >= 0:
-        for unit in range(task * task_units, min(units, (task + 1) * task_units)):
-            channel, part, base = segments_unit(unit, outer, group, inner, parts)
-            statistic = channel // members
-            scale, shift = _coefficients(
-                x, statistic, channel % parameters, residual, inv_std, weight, bias
-            )
-            segments_transform(
-                x, y, base, group * inner, outer, inner, chunk_rows, chunk_length,
-                part * part_chunks, min(chunks, (part + 1) * part_chunks),
-                load(mean, statistic), scale, shift, streaming,
-            )  # fmt: skip
+        start, end = task * stretch, min(x.size, (task + 1) * stretch)
+        staged = start
+        while start < end:
+            run, row_end, channel, parameter = runs_row(start, outer, group, inner, parameters)
+            stop = row_end - (group - run - 1) * inner
+            while start < min(end, row_end):
+                statistic = channel + run if members == 1 else (channel + run) // members
+                scale, shift = _coefficients(
+                    x, statistic, parameter + run, residual, inv_std, weight, bias
+                )
+                staged = run_transform(
+                    x, y, start, min(stop, end), load(mean, statistic), scale, shift, streaming,
+                    stage, staged,
+                )  # fmt: skip
+                start, stop, run = stop, stop + inner, run + 1
+        flush(y, staged, end, stage)
         task = last_task(board, me)
 
 
@@ -156,39 +142,57 @@ def _transform_segments(
 def _normalize_segments(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, members, parameters, batch, outer, group, inner,
-    task_units, chunk_rows, chunk_length, part_chunks, parts,
+    block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is `task_units` whole statistics; `statistics` gets what `save` writes.
+    """A task is one block of statistics; `statistics` gets what `save` writes.
 
     Group, inner and chunks are those of the merged geometry.
     """
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
-    units = batch * group
-    stride = group * inner
+    starts, centers, sums = np.empty(block, np.int64), scratch(x, block), np.empty((block, 2))
+    moments, part_moments = np.empty((block, 3)), np.empty((block, 3))
+    coefficients = scratch(x, (2, block * members))
+    scales, shifts = coefficients[0], coefficients[1]
     length = inner // members
-    ahead = next_statistic(x, outer, inner)
+    stage = np.empty(stage_size(y, length, streaming), y.dtype)
     task = next_task(board, me)
     while task >= 0:
-        for statistic in range(task * task_units, min(units, (task + 1) * task_units)):
-            _, _, base = segments_unit(statistic, outer, group, inner, 1)
-            count, center, m2 = 0.0, 0.0, 0.0
-            for part in range(parts):
-                size, part_mean, part_m2 = segments_part(
-                    x, base, stride, outer, inner, chunk_rows, chunk_length, part_chunks, part
-                )
-                center, m2 = merge_moments(count, center, m2, size, part_mean, part_m2)
-                count += size
-            save(statistics, statistic, count, center, m2, eps)
+        first = task * block
+        last = min(batch * group, first + block)
+        moments[:, :] = 0.0
+        for part in range(parts):
+            segments_moments(
+                x, first, last, part, outer, group, inner, chunk_rows, chunk_length, part_chunks,
+                starts, centers, sums, part_moments,
+            )  # fmt: skip
+            for i in range(last - first):
+                merge_into(moments, i, part_moments[i, 0], part_moments[i, 1], part_moments[i, 2])
+        for statistic in range(first, last):
+            i = statistic - first
+            save(statistics, statistic, moments[i, 0], moments[i, 1], moments[i, 2], eps)
             blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
-            first = statistic * members % parameters
+            parameter = statistic * members % parameters
             for member in range(members):
                 scale, shift = _coefficients(
-                    x, statistic, first + member, residual, inv_std, weight, bias
+                    x, statistic, parameter + member, residual, inv_std, weight, bias
                 )
-                _runs_transform(
-                    x, y, base + member * length, stride, outer, length,
-                    load_scratch(mean, statistic), scale, shift, ahead, streaming,
-                )  # fmt: skip
+                store(scales, i * members + member, scale)
+                store(shifts, i * members + member, shift)
+            starts[i] = segments_start(statistic, outer, group, inner)
+        staged = end = starts[0]
+        for row in range(outer):
+            for i in range(last - first):
+                center = load_scratch(mean, first + i)
+                start = starts[i] + row * group * inner
+                staged = follow(y, staged, end, start, stage)
+                for k in range(i * members, (i + 1) * members):
+                    end = start + length
+                    staged = run_transform(
+                        x, y, start, end, center, load_scratch(scales, k),
+                        load_scratch(shifts, k), streaming, stage, staged,
+                    )  # fmt: skip
+                    start = end
+        flush(y, staged, end, stage)
         task = next_task(board, me)
 
 
@@ -196,41 +200,36 @@ def _normalize_segments(
 
 
 @device_function
-def _row_transform(x, y, start, width, mean, scale, shift):
-    for p in range(width):
+def _positions_transform(put, x, y, start, first, last, mean, scale, shift):
+    """Positions [first, last) of the row that begins at `start`."""
+    for p in range(first, last):
         centered = load(x, start + p) - load_scratch(mean, p)
-        store(y, start + p, centered * load_scratch(scale, p) + load_scratch(shift, p))
+        put(y, start + p, centered * load_scratch(scale, p) + load_scratch(shift, p))
 
 
 @device_function
-def _rows_transform(put, x, y, a, stride, first, last, mean, scale, shift):
-    """Positions [first, last) of four rows, which share what is loaded of their numbers."""
-    b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-    for p in range(first, last):
-        center, factor = load_scratch(mean, p), load_scratch(scale, p)
-        offset = load_scratch(shift, p)
-        put(y, a + p, (load(x, a + p) - center) * factor + offset)
-        put(y, b + p, (load(x, b + p) - center) * factor + offset)
-        put(y, c + p, (load(x, c + p) - center) * factor + offset)
-        put(y, d + p, (load(x, d + p) - center) * factor + offset)
+def _row_transform(x, y, start, width, mean, scale, shift, streaming):
+    numbers = (mean, scale, shift)
+    first, last = streaming_range(y, start, start + width, streaming)
+    first, last = first - start, last - start
+    _positions_transform(store, x, y, start, 0, first, *numbers)
+    _positions_transform(store_streaming, x, y, start, first, last, *numbers)
+    _positions_transform(store, x, y, start, last, width, *numbers)
 
 
 @device_function
 def columns_transform(x, y, start, stride, rows, width, tail_width, mean, scale, shift, streaming):
-    """Transform `rows` rows of `width` positions and, below them, `tail_width` positions."""
-    # One alignment fits all rows only if they are whole cache lines apart.
-    streaming = streaming and stride * y.itemsize % 64 == 0
-    first, last = streaming_range(y, start, start + width, streaming)
-    first, last = first - start, last - start
-    fours = rows // 4 * 4
-    for row in range(0, fours, 4):
-        a = start + row * stride
-        _rows_transform(store, x, y, a, stride, 0, first, mean, scale, shift)
-        _rows_transform(store_streaming, x, y, a, stride, first, last, mean, scale, shift)
-        _rows_transform(store, x, y, a, stride, last, width, mean, scale, shift)
-    for row in range(fours, rows):
-        _row_transform(x, y, start + row * stride, width, mean, scale, shift)
-    _row_transform(x, y, start + rows * stride, tail_width, mean, scale, shift)
+    """Transform `rows` rows of `width` positions and, below them, `tail_width` positions.
+
+    One row after another: several at a time would share what is loaded of the positions'
+    numbers, but memory is fetched ahead where it is read on and on.
+    """
+    numbers = (mean, scale, shift, streaming)
+    for row in range(rows):
+        if stride > width:
+            prefetch(x, start + (row + 1) * stride, min(width, _FETCHED_BYTES // x.itemsize))
+        _row_transform(x, y, start + row * stride, width, *numbers)
+    _row_transform(x, y, start + rows * stride, tail_width, *numbers)
 
 
 @device_function
@@ -323,12 +322,7 @@ def _normalize_columns(
                 size, part_mean, part_m2 = channel_of_columns(
                     channel, channels, fold, inner, height, tail, position_mean, position_m2
                 )
-                merged = merge_moments(
-                    moments[channel, 0], moments[channel, 1], moments[channel, 2],
-                    size, part_mean, part_m2,
-                )  # fmt: skip
-                moments[channel, 0] += size
-                moments[channel, 1], moments[channel, 2] = merged
+                merge_into(moments, channel, size, part_mean, part_m2)
         for channel in range(channels):
             save(
                 statistics, statistic + channel,
@@ -380,7 +374,8 @@ def _sweep(geometry: Geometry, itemsize: int):
     if isinstance(cut, Rows):
         return transform_rows, cut.tasks, (*row_extents(geometry), *cut.arguments)
     if isinstance(cut, Segments):
-        return _transform_segments, cut.tasks, (*geometry, *cut.arguments)
+        tasks, stretch = stretches(geometry, itemsize)
+        return _transform_segments, tasks, (*geometry, stretch)
     return _transform_columns, cut.tasks, (
         *geometry[4:], *geometry.merged()[:4], *cut.arguments,
     )  # fmt: skip
@@ -420,7 +415,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
         np.zeros(geometry.statistics, dtype) if mean is None else mean,
         NONE[dtype] if residual is None else residual,
         np.ones(geometry.statistics, dtype) if inv_std is None else inv_std,
-        weight, bias, x.nbytes >= STREAMING_BYTES, *last,
+        weight, bias, x.nbytes > STREAMING_BYTES, *last,
     )  # fmt: skip
 
 
@@ -485,7 +480,7 @@ def normalize(
             weight, bias = parameter(weight, dtype), parameter(bias, dtype)
         run(
             kernel, tasks, 2 * x.nbytes, flat(x), flat(out), weight, bias, mean, var,
-            eps, scale, factor, statistics, x.nbytes >= STREAMING_BYTES, *last,
+            eps, scale, factor, statistics, x.nbytes > STREAMING_BYTES, *last,
         )  # fmt: skip
     if mean is not running_mean and running_mean is not None:
         center = statistics[0]

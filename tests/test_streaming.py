@@ -1,0 +1,110 @@
+"""Outputs that are written past the caches: the same bits as others, wherever they lie."""
+
+import numpy as np
+import pytest
+
+import cunorm
+from cunorm.cpu import backward, transform
+
+pytestmark = pytest.mark.cpu
+
+#: Runs of all lengths about a stage's (512 float32), whole cache lines and not; few and many
+#: channels; channels last; groups.
+SHAPES = [
+    ((3, 40, 49), 1), ((20, 33, 7, 7), 1), ((6, 37, 196), 1), ((5, 35, 511), 1), ((4, 34, 512), 1),
+    ((4, 33, 513), 1), ((2, 3, 5000), 1), ((1, 70, 33), 1), ((40, 9, 30), 2), ((300, 24), 1),
+]  # fmt: skip
+
+
+def _placed(array, offset):
+    """A copy that begins `offset` elements after a cache line does."""
+    line = 64 // array.itemsize
+    memory = np.zeros(array.size + 2 * line, array.dtype)
+    start = -memory.ctypes.data % 64 // array.itemsize + offset
+    copy = memory[start : start + array.size].reshape(array.shape)
+    copy[...] = array
+    return memory, copy
+
+
+def _outputs(norm, dy, x, parameters, axis, offset):
+    """What a norm writes in all its ways, and whether the memory around it is left alone."""
+    channels = x.shape[axis]
+    weight, bias, mean, var = parameters[:, :channels].copy()
+    axis = {"channel_axis": axis}
+    forward = getattr(cunorm, f"{norm}_forward")
+    differentiate = getattr(cunorm, f"{norm}_backward")
+    if norm == "scale_shift":
+        ways = [
+            lambda out: forward(x, weight, bias, **axis, out=out),
+            lambda out: differentiate(dy, x, weight, **axis, out=out)[0],
+        ]
+    else:
+        _, saved = forward(x, weight, bias, **axis)
+        _, given = forward(x, weight, bias, mean, var, training=False, **axis)
+        ways = [
+            lambda out: forward(x, weight, bias, **axis, out=out)[0],
+            lambda out: forward(x, weight, bias, mean, var, training=False, **axis, out=out)[0],
+            lambda out: differentiate(dy, x, saved, weight, out=out)[0],
+            lambda out: differentiate(dy, x, given, weight, out=out)[0],
+        ]
+    for way in ways:
+        memory, out = _placed(np.zeros_like(x), offset)
+        memory[...] = 7
+        way(out)
+        yield out.copy()
+        out[...] = 7
+        assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
+def test_streamed_outputs_have_the_same_bits(rng, monkeypatch, shape, axis, dtype, offset):
+    dy, x = rng.standard_normal((2, *shape)).astype(dtype)
+    parameters = rng.uniform(0.5, 2, (4, 70)).astype(np.float64 if dtype == "float64" else "f4")
+    for norm in ("batch_norm", "scale_shift"):
+        results = []
+        for least in (0, 1 << 40):
+            for module in (transform, backward):
+                monkeypatch.setattr(module, "STREAMING_BYTES", least)
+            results.append(list(_outputs(norm, dy, x, parameters, axis, offset)))
+        for streamed, plain in zip(*results, strict=True):
+            np.testing.assert_array_equal(streamed, plain)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
+    """Several channels share a statistic, and their runs follow each other."""
+    dy, x = rng.standard_normal((2, 6, 8, 300)).astype(dtype)
+    weight, bias = rng.standard_normal((2, 8), dtype=np.float32)
+    results = []
+    for least in (0, 1 << 40):
+        for module in (transform, backward):
+            monkeypatch.setattr(module, "STREAMING_BYTES", least)
+        y, saved = cunorm.group_norm_forward(x, groups, weight, bias)
+        results.append((y, *cunorm.group_norm_backward(dy, x, saved, weight)))
+    for streamed, plain in zip(*results, strict=True):
+        np.testing.assert_array_equal(streamed, plain)
+
+
+def test_rounding_to_bfloat16(rng):
+    """To nearest, ties to even, subnormals kept, and no NaN becomes a number."""
+    import ml_dtypes
+
+    bits = rng.integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    ties = (bits & 0xFFFF0000) | 0x8000
+    edges = np.array(
+        [0, 0x8000_0000, 1, 0x7FFF, 0x8000, 0x8001, 0x1_8000, 0x7F7F_FFFF, 0x7F7F_7FFF, 0x7F80_0000,
+         0xFF80_0000, 0x7FC0_0000, 0x7FFF_FFFF, 0xFFFF_FFFF],
+        np.uint32,
+    )  # fmt: skip
+    values = np.concatenate([bits, ties, edges]).view(np.float32)
+    # A shift of x = 0 is rounded as it is.
+    x = np.zeros((1, values.size), ml_dtypes.bfloat16)
+    with np.errstate(all="ignore"):
+        y = cunorm.scale_shift_forward(x, np.ones(values.size, np.float32), values)[0]
+        expected = values.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(values))
+    numbers = ~np.isnan(values) & (values != 0)  # 0 + (-0) is 0
+    np.testing.assert_array_equal(y[numbers].view(np.int16), expected[numbers].view(np.int16))
