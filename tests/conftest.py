@@ -119,7 +119,6 @@ def _cut_for_cpu(monkeypatch, resident):
         "_PART_BYTES": 512,
         "_MOST_PARTS": 5,
         "_TASK_BYTES": 256,
-        "_LEAST_BLOCKS": 2,
         "_RESIDENT_CHANNEL_BYTES": size,
         "_RESIDENT_RUNS_BYTES": size,
         "_RESIDENT_COLUMNS_BYTES": size,

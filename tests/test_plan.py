@@ -80,19 +80,22 @@ def test_stretches_cover_memory_in_whole_lines(outer, group, inner, itemsize):
 
 
 @pytest.mark.parametrize(
-    ("shape", "operands", "block"),
+    ("shape", "operands", "number", "block"),
     [
-        ((64, 256, 28, 28), 1, 10),  # 11 would be 32 KiB on end, 10 are 2 MiB
-        ((64, 256, 28, 28), 2, 5),
-        ((32, 256, 32, 32), 1, 8),
-        ((16, 64, 112, 112), 1, 1),  # 50 KB on end already
-        ((64, 32, 32, 32), 1, 2),  # 16 blocks for many threads
-        ((1, 1024, 48), 1, 170),  # a task's worth
+        ((64, 256, 28, 28), 1, 2, 10),  # 11 would be 32 KiB on end, 10 are 2 MiB
+        ((64, 256, 28, 28), 2, 2, 5),
+        ((64, 256, 28, 28), 1, 16, 4),  # 64 blocks for 16 threads
+        ((64, 256, 28, 28), 1, 200, 1),
+        ((32, 256, 32, 32), 1, 2, 8),
+        ((16, 64, 112, 112), 1, 2, 1),  # 50 KB on end already
+        ((1, 1024, 48), 1, 2, 170),  # a task's worth
     ],
 )
-def test_blocks_of_channels(shape, operands, block):
-    """Runs of neighbouring channels are read in turns."""
-    assert plan.plan(batch_norm_geometry(shape, 1), 4, operands).block == block
+def test_blocks_of_channels(threads, shape, operands, number, block):
+    """Runs of neighbouring channels are read in turns, as long as all threads are busy."""
+    threads(number)
+    cut = plan.plan(batch_norm_geometry(shape, 1), 4, operands)
+    assert (cut.block, cut.resident_tasks) == (block, -(-shape[1] // block))
 
 
 def test_few_channels_use_all_threads():

@@ -15,7 +15,8 @@ few elements, or with every one: layer norm. A row is vectorized along itself, b
 the parameters.
 
 Either way the data is cut three times, and nothing of it depends on the number
-of threads, so neither do the bits of the result:
+of threads, so neither do the bits of the result (a *block* of segments, whose
+channels are read in turns, does: it has a quarter of a thread's share at most):
 
 - a *chunk* is summed in the accumulator type and small enough to be read
   twice from a near cache;
@@ -36,6 +37,7 @@ from typing import NamedTuple
 
 from ..geometry import Geometry
 from .memory import last_level_cache
+from .threads import get_num_threads
 
 __all__ = ["Columns", "Rows", "Segments", "plan"]
 
@@ -208,7 +210,8 @@ def stretches(geometry: Geometry, itemsize: int) -> tuple[int, int]:
     return _ceil_div(elements, stretch), stretch
 
 
-def _segments(geometry: Geometry, itemsize: int, operands: int) -> Segments:
+@lru_cache(maxsize=1024)
+def _segments(geometry: Geometry, itemsize: int, operands: int, threads: int) -> Segments:
     outer, inner, members = geometry.outer, geometry.inner, geometry.members
     pieces, chunk_length = _pieces(inner)
     chunk_rows = 1 if pieces > 1 else min(outer, _SEGMENT_CHUNK // inner)
@@ -221,7 +224,7 @@ def _segments(geometry: Geometry, itemsize: int, operands: int) -> Segments:
     if outer > 1:
         wide = _ceil_div(_STRETCH_BYTES, members * inner * itemsize)
         fitting = _RESIDENT_RUNS_BYTES // (statistic_bytes * max(1, operands))
-        block = max(block, min(wide, fitting, geometry.statistics // _LEAST_BLOCKS))
+        block = max(block, min(wide, fitting, geometry.statistics // (4 * threads)))
     block = max(1, block)
     blocks = _ceil_div(geometry.statistics, block)
     return Segments(
@@ -283,7 +286,6 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
     )
 
 
-@lru_cache(maxsize=1024)
 def plan(
     geometry: Geometry, itemsize: int, operands: int, centered: bool = True
 ) -> Segments | Columns | Rows:
@@ -294,25 +296,33 @@ def plan(
     Statistics about zero (not ``centered``) are those of rows; those of single channels
     never are.
     """
+    return _plan(geometry, itemsize, operands, centered, get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    geometry: Geometry, itemsize: int, operands: int, centered: bool, threads: int
+) -> Segments | Columns | Rows:
     _, outer, _, inner, members, _ = geometry
     if outer == 1:
         if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
             return rows_plan(geometry, itemsize, operands)
         if inner >= _SHORT_RUN:
-            return _segments(geometry, itemsize, operands)
+            return _segments(geometry, itemsize, operands, threads)
     short = inner < _SHORT_COLUMN
     if members == 1:
         short = inner < _SHORT_RUN or (inner < _MIDDLING_RUN[operands] and outer >= _MANY_ROWS)
     if short:
         return _columns(geometry.merged(), itemsize, operands)
-    return _segments(geometry, itemsize, operands)
+    return _segments(geometry, itemsize, operands, threads)
 
 
-@lru_cache(maxsize=1024)
 def statistics_plan(geometry: Geometry, itemsize: int) -> Segments | Columns:
     """Plan for mean and variance of the merged geometry, by kernels of the same family."""
     cut = plan(geometry, itemsize, 1)
-    return cut if isinstance(cut, Columns) else _segments(geometry.merged(), itemsize, 1)
+    if isinstance(cut, Columns):
+        return cut
+    return _segments(geometry.merged(), itemsize, 1, get_num_threads())
 
 
 def stays_near(cut: Segments | Columns, threads: int) -> bool:
