@@ -364,7 +364,7 @@ def test_same_bits_of_every_norm_with_any_number_of_threads(rng, threads, case, 
     first = results()
     for number in (1, 2, 3, 7):
         threads(number)
-        plan.plan.cache_clear()  # as in a process that begins with this number
+        plan._plan.cache_clear()  # as in a process that begins with this number
         for a, b in zip(first, results(), strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -405,7 +405,7 @@ def test_same_bits_with_any_number_of_threads(rng, threads, shape, axis):
     first = everything(x, dy, axis)
     for number in (1, 2, 3, 7):
         threads(number)
-        plan.plan.cache_clear()  # as in a process that begins with this number
+        plan._plan.cache_clear()  # as in a process that begins with this number
         for _ in range(2):
             for a, b in zip(first, everything(x, dy, axis), strict=True):
                 np.testing.assert_array_equal(a, b)
