@@ -26,7 +26,7 @@ channels are read in turns, does: it has a quarter of a thread's share at most):
 A channel (or block of channels) whose parts together fit the cache is *resident*:
 one task does its statistics and its transform while the data is near. Others
 stream: the parts of all channels are the tasks, once for the statistics and
-once, in reverse, for the transform.
+once, in reverse, for the transform, of segments in stretches of memory.
 """
 
 from __future__ import annotations
