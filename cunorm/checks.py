@@ -151,36 +151,29 @@ def normalized_axes(shape: tuple[int, ...], dtype: np.dtype, axis: int) -> int:
     return axis % ndim
 
 
-def per_channel(name: str, array: np.ndarray | None, number: int, dtype: np.dtype) -> None:
-    """A parameter or running statistic with one value a channel."""
-    parameter(name, array, (number,), ONE_A_CHANNEL, dtype)
+def per_channel(number: int, dtype: np.dtype, **vectors: np.ndarray | None) -> None:
+    """Parameters and running statistics with one value a channel."""
+    shape = (number,)
+    for name, array in vectors.items():
+        if array is not None and (array.dtype is not dtype or array.shape != shape):
+            parameter(name, array, shape, ONE_A_CHANNEL, dtype)
 
 
 def parameter(
     name: str, array: np.ndarray | None, shape: tuple[int, ...], meaning: str, dtype: np.dtype
 ) -> None:
-    """A parameter or running statistic, in a dtype fit for the data."""
-    if array is not None and (array.dtype is not dtype or array.shape != shape):
-        header(name, array.shape, array.dtype, shape, meaning, dtype)
-
-
-def header(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    expected: tuple[int, ...],
-    meaning: str,
-    data: np.dtype,
-) -> None:
-    """Shape and dtype of a parameter or running statistic of the data's dtype.
+    """A parameter or running statistic, in a dtype fit for the data.
 
     Half types are fit for data of the same type only.
     """
-    if shape != expected:
-        raise ValueError(f"{name}: expected shape {expected}, {meaning}, got {shape}")
-    if dtype != data and dtype != _FLOAT32 and dtype != _FLOAT64:
-        half = "" if data in (_FLOAT32, _FLOAT64) else f"{data} (that of the data), "
-        raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {dtype}")
+    if array is None:
+        return
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, {meaning}, got {array.shape}")
+    own = array.dtype
+    if own != dtype and own != _FLOAT32 and own != _FLOAT64:
+        half = "" if dtype in (_FLOAT32, _FLOAT64) else f"{dtype} (that of the data), "
+        raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {own}")
 
 
 def statistic(
@@ -223,6 +216,8 @@ def output(
         raise ValueError(f"out: expected shape {like.shape}, got {out.shape}")
     if out.dtype != like.dtype:
         raise TypeError(f"out: expected dtype {like.dtype}, got {out.dtype}")
+    if _has_own_memory(out, None, inputs.values()):
+        return
     writable("out", out)
     for name, array in inputs.items():
         if array is None or not arrays.may_overlap(out, array):
@@ -274,6 +269,8 @@ def saved_by(function: str, kind: type, saved: Any) -> None:
 
 def integer(name: str, value: Any) -> int:
     """A Python or NumPy integer."""
+    if type(value) is int:  # as a rule
+        return value
     if not isinstance(value, (bool, np.bool_, np.ndarray)):
         with suppress(TypeError):
             return operator.index(value)
@@ -320,10 +317,12 @@ def running_statistics(
     place: arrays.Place, running_mean: Any, running_var: Any, **inputs: Any
 ) -> None:
     """Running statistics that are written: writable, and apart from each other and the inputs."""
-    for name in ("running_mean", "running_var"):
-        if name in place.read_only:
+    for name in place.read_only:
+        if name in ("running_mean", "running_var"):
             raise arrays.read_only_error(name)
-    if _own_memory(running_mean, running_var, inputs.values()):
+    if running_mean is running_var is None:
+        return
+    if _has_own_memory(running_mean, running_var, inputs.values()):
         return
     _apart("running_mean", running_mean, inputs)
     _apart("running_var", running_var, {"running_mean": running_mean, **inputs})
@@ -331,16 +330,22 @@ def running_statistics(
     writable("running_var", running_var)
 
 
-def _own_memory(running_mean: Any, running_var: Any, inputs: Iterable[Any]) -> bool:
-    """Whether these are NumPy arrays, and the running statistics have memory of their own.
+def _has_own_memory(written: Any, second: Any, inputs: Iterable[Any]) -> bool:
+    """Whether a NumPy array, or two, can be written and lie apart from each other and the inputs.
 
     A quick answer for the usual case; False may mean anything.
     """
-    if type(running_mean) is not np.ndarray or type(running_var) is not np.ndarray:
-        return running_mean is running_var is None
-    mean, var = running_mean.flags, running_var.flags
-    if not (mean.owndata and var.owndata and mean.carray and var.carray):
+    if type(written) is not np.ndarray or written is second:
         return False
+    flags = written.flags
+    if not (flags.owndata and flags.carray):
+        return False
+    if second is not None:
+        if type(second) is not np.ndarray:
+            return False
+        flags = second.flags
+        if not (flags.owndata and flags.carray):
+            return False
     for array in inputs:
         if array is None:
             continue
@@ -349,9 +354,9 @@ def _own_memory(running_mean: Any, running_var: Any, inputs: Iterable[Any]) -> b
             owner = array
         elif type(owner) is not np.ndarray or owner.base is not None:
             return False
-        if owner is running_mean or owner is running_var:
+        if owner is written or owner is second:
             return False
-    return running_mean is not running_var
+    return True
 
 
 def _apart(name: str, array: Any, others: dict[str, Any]) -> None:

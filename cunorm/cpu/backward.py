@@ -56,7 +56,7 @@ from .rows import (
     row_extents,
     row_parameter,
 )
-from .statistics import NONE, parameter, residual_times
+from .statistics import NONE, parameter, reads_on, residual_times
 from .tasks import last_task, next_task
 from .threads import get_num_threads
 from .transform import (
@@ -326,12 +326,16 @@ def _row_reduce(dy, x, start, width, mean, sum_dy, sum_dy_xmu):
 def _columns_chunk(
     dy, x, start, stride, rows, width, mean, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu
 ):
-    """Add `rows` rows, two at a time, in the accumulator type and then to the float64 totals."""
+    """Add `rows` rows in the accumulator type, then to the float64 totals.
+
+    Two of them at a time (but see `reads_on`).
+    """
     zero = as_accumulator(x, 0.0)
     for p in range(width):
         store(sum_dy, p, zero)
         store(sum_dy_xmu, p, zero)
-    for row in range(0, rows - 1, 2):
+    twos = 0 if reads_on(x, width) else rows // 2 * 2
+    for row in range(0, twos, 2):
         a = start + row * stride
         b = a + stride
         for p in range(width):
@@ -340,8 +344,8 @@ def _columns_chunk(
             products = first * (load(x, a + p) - center) + second * (load(x, b + p) - center)
             store(sum_dy, p, load_scratch(sum_dy, p) + (first + second))
             store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + products)
-    if rows % 2:
-        _row_reduce(dy, x, start + (rows - 1) * stride, width, mean, sum_dy, sum_dy_xmu)
+    for row in range(twos, rows):
+        _row_reduce(dy, x, start + row * stride, width, mean, sum_dy, sum_dy_xmu)
     for p in range(width):
         total, total_xmu = load_scratch(total_dy, p), load_scratch(total_dy_xmu, p)
         store(total_dy, p, total + np.float64(load_scratch(sum_dy, p)))

@@ -39,6 +39,7 @@ _STAGE_BYTES = 2 << 10
 
 _FLOAT16 = types.uint16
 _BFLOAT16 = types.int16
+_HALF, _UINT16, _INT16 = np.dtype(np.float16), np.dtype(np.uint16), np.dtype(np.int16)
 
 #: What every kernel and every function it calls is compiled with. Contraction
 #: to fused multiply-adds is the only liberty: reassociation would turn
@@ -328,7 +329,7 @@ def flat(array: np.ndarray) -> np.ndarray:
     compile every kernel anew for it. Kernels write to outputs alone.
     """
     if array.ndim != 1:
-        array = array.reshape(-1)
+        array = array.ravel()
     if array.itemsize == 2:
-        array = array.view(np.uint16 if array.dtype == np.float16 else np.int16)
+        array = array.view(_UINT16 if array.dtype == _HALF else _INT16)
     return array if array.flags.writeable else np.asarray(_Writable(array))

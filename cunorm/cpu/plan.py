@@ -68,6 +68,7 @@ _COLUMN_CHUNK_ROWS = 256
 _LEAST_BLOCK_BYTES = 64
 _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
+_FOLDED_ROWS = 16  # at least, of several: a position costs about as much as so many elements
 
 # A part is worth a task of its own from about 256 KiB on; 32 parts a channel
 # keep the memory for partial results under 1 KiB a channel. A task of columns spreads its
@@ -259,7 +260,8 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
     else:
         # Whole rows: several as one, of whole cache lines, where they are short.
         unit = 64 // gcd(64, row_bytes)
-        fold = min(outer, _ceil_div(_FOLDED_POSITIONS, row_positions * unit) * unit)
+        fold = _ceil_div(_FOLDED_POSITIONS, row_positions * unit) * unit
+        fold = min(fold, max(1, outer // _FOLDED_ROWS))
         fold = 1 if row_positions >= _FOLDED_POSITIONS else fold
         block_channels = min(group, max(least, _MOST_BLOCK_POSITIONS // inner // least * least))
         if fold > 1:

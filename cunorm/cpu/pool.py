@@ -219,9 +219,9 @@ def _pool_of(threads: int) -> _Pool | None:
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
     """Call ``kernel(board, me, *arguments)`` in as many threads as ``nbytes`` keep busy."""
-    most = get_num_threads()
-    threads = min(most, tasks, nbytes // _BYTES_PER_LISTENER)
-    if threads > 1:
+    threads = nbytes // _BYTES_PER_LISTENER
+    if threads > 1 and tasks > 1 and (most := get_num_threads()) > 1:
+        threads = min(most, tasks, threads)
         pool = _pool
         if pool is None or pool.threads != most:
             pool = _pool_of(most)

@@ -57,7 +57,7 @@ def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0):
     if array is None:
         return np.full(geometry.group * geometry.inner, absent, dtype)
     values = parameter(array, dtype, offset)
-    return np.repeat(values, geometry.inner) if geometry.inner > 1 else values
+    return values.repeat(geometry.inner) if geometry.inner > 1 else values
 
 
 # --- forward ------------------------------------------------------------------

@@ -351,7 +351,8 @@ def _finish_normalization(partials, running_mean, running_var, eps, bessel, fact
 
 
 @kernel
-def _given_statistics(running_mean, running_var, eps, mean, inv_std, residual):
+def _given_statistics(running_mean, running_var, eps, statistics):
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     for i in range(mean.size):
         center = np.float64(load(running_mean, i))
         rounded = as_accumulator(mean, center)
@@ -425,15 +426,9 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     Returns mean, inv_std and residual (what rounding took from the mean) in the accumulator
     type.
     """
-    number, dtype = geometry.statistics, statistics_dtype(x.dtype)
-    mean, inv_std, residual = (
-        np.empty(number, dtype),
-        np.empty(number, dtype),
-        np.empty(number, dtype),
-    )
-    _given_statistics(
-        flat(dense(running_mean)), flat(dense(running_var)), eps, mean, inv_std, residual
-    )
+    statistics = np.empty((3, geometry.statistics), statistics_dtype(x.dtype))
+    _given_statistics(flat(dense(running_mean)), flat(dense(running_var)), eps, statistics)
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]  # unpacking is slower
     transform(x, mean, residual, inv_std, weight, bias, geometry, out)
     return mean, inv_std, residual
 

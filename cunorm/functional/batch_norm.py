@@ -163,10 +163,11 @@ def batch_norm_forward(
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     axis, number, training, eps, scale = forward_arguments(
         x.shape, x.dtype, channel_axis, training, eps, correction,
-        *[
-            None if vector is None else (vector.shape, vector.dtype)
-            for vector in (weight, bias, running_mean, running_var)
-        ],
+        running_mean is not None, running_var is not None,
+    )  # fmt: skip
+    checks.per_channel(
+        number, x.dtype,
+        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
     if training:
         checks.running_statistics(place, running_mean, running_var, x=x, weight=weight, bias=bias)
@@ -212,24 +213,20 @@ def forward_arguments(
     training: Any,
     eps: Any,
     correction: Any,
-    *headers: tuple[tuple[int, ...], np.dtype] | None,
+    running_mean: bool,
+    running_var: bool,
 ) -> tuple[int, int, bool, float, float]:
     """(channel axis, channels, training, eps, scale) of a forward call.
 
-    `headers` are those of weight, bias and running statistics; what depends on more of the
-    arrays is not checked here.
+    It is known here whether there are running statistics, but no more of them.
     """
     channel_axis = checks.integer("channel_axis", channel_axis)
     axis, number, count = checks.channels("x", shape, dtype, channel_axis)
-    for name, header in zip(_FORWARD_NAMES[1:-1], headers, strict=True):
-        if header is not None:
-            checks.header(name, *header, (number,), checks.ONE_A_CHANNEL, dtype)
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
     training = checks.flag("training", training)
-    mean, var = headers[2:]
     scale = running_scale(
-        training, "training", mean is not None, var is not None, count, correction,
+        training, "training", running_mean, running_var, count, correction,
         checks.several_values, shape,
     )  # fmt: skip
     return axis, number, training, eps, scale
@@ -438,8 +435,7 @@ def batch_norm_transform(
     axis, number, _ = channels_of(x, channel_axis)
     checks.statistic("mean", mean, (number,))
     checks.statistic("inv_std", inv_std, (number,))
-    checks.per_channel("weight", weight, number, x.dtype)
-    checks.per_channel("bias", bias, number, x.dtype)
+    checks.per_channel(number, x.dtype, weight=weight, bias=bias)
     if out is not None:
         checks.output(out, x, ("x",), x=x, mean=mean, inv_std=inv_std, weight=weight, bias=bias)
 
@@ -555,7 +551,7 @@ def batch_norm_backward_transform(
     per_channel = {"mean": mean, "inv_std": inv_std, "sum_dy": sum_dy, "sum_dy_xmu": sum_dy_xmu}
     for name, array in per_channel.items():
         checks.statistic(name, array, (number,))
-    checks.per_channel("weight", weight, number, x.dtype)
+    checks.per_channel(number, x.dtype, weight=weight)
     count = checks.number_of_values("count", count, 1)
     if out is not None:
         checks.output(out, x, ("x", "dy"), dy=dy, x=x, weight=weight, **per_channel)

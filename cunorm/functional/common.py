@@ -93,6 +93,8 @@ def _in_order_of_axes(
     if values is None or values.shape == shape:
         return values
     turned = _turned(axes, order)
+    if turned == arrays.axes(len(turned)):  # as a rule
+        return values.reshape(shape)
     lying = values.reshape([shape[i] for i in turned])
     return lying.transpose(sorted(range(len(turned)), key=turned.__getitem__))
 

@@ -148,10 +148,12 @@ def conv_batch_norm_forward(
     vectors = {
         "weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var
     }  # fmt: skip
-    forward_arguments(  # of the batch norm, before anything is convolved
+    # Those of the batch norm, before anything is convolved.
+    forward_arguments(
         shape, x.dtype, 1, training, eps, correction,
-        *(None if array is None else (array.shape, array.dtype) for array in vectors.values()),
+        running_mean is not None, running_var is not None,
     )  # fmt: skip
+    checks.per_channel(shape[1], x.dtype, **vectors)
     if training:
         checks.running_statistics(
             place, running_mean, running_var, x=x, conv_weight=conv_weight, weight=weight, bias=bias

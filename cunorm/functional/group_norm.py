@@ -106,8 +106,7 @@ def group_norm_forward(
     )
     layout = group_layout(x, channel_axis, num_groups)
     number = layout.parameters_shape[0]
-    checks.per_channel("weight", weight, number, x.dtype)
-    checks.per_channel("bias", bias, number, x.dtype)
+    checks.per_channel(number, x.dtype, weight=weight, bias=bias)
     eps = checks.not_negative("eps", eps)
     if x.size > 0:
         checks.several_values_a_group(x.size // (x.shape[0] * num_groups), x.shape, num_groups)

@@ -142,10 +142,10 @@ def instance_norm_forward(
     )
     layout = group_layout(x, channel_axis, None)
     axis, number = layout.parameters[0], layout.parameters_shape[0]
-    checks.per_channel("weight", weight, number, x.dtype)
-    checks.per_channel("bias", bias, number, x.dtype)
-    checks.per_channel("running_mean", running_mean, number, x.dtype)
-    checks.per_channel("running_var", running_var, number, x.dtype)
+    checks.per_channel(
+        number, x.dtype,
+        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
+    )  # fmt: skip
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)

@@ -12,6 +12,8 @@ from ..arrays import Array
 
 __all__ = ["Layer", "TrackingLayer"]
 
+_INT64 = np.dtype(np.int64)
+
 
 class Layer:
     """Parameters, their gradients, modes and state of a norm with forward and backward.
@@ -378,6 +380,8 @@ def _listed(names: Collection[Any]) -> str:
 
 def _number_of_batches(name: str, value: Any) -> int:
     """A number of batches: an integer, or an array of one."""
+    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 0:  # as a rule
+        value = value.item()
     if not isinstance(value, (int, np.integer)):
         value = arrays.view(name, value)
         if value.shape != ():

@@ -229,8 +229,7 @@ def _forward(
     weight, bias, running_mean, running_var = vectors
     axis, number, _ = channels_of(x, channel_axis)
     check_channels(x, num_features, channel_axis)
-    for name, vector in zip(names[1:], vectors, strict=True):
-        checks.per_channel(name, vector, number, x.dtype)
+    checks.per_channel(number, x.dtype, **dict(zip(names[1:], vectors, strict=True)))
     checks.running_statistics(place, running_mean, running_var, x=x, weight=weight, bias=bias)
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
@@ -281,7 +280,7 @@ def _backward(
     (dy, x, weight), place = arrays.adopt(("dy", "x", "weight"), dy, x, weight)
     mean, inv_std, count, axis, *dtypes = saved
     checks.same_as_input("dy", dy, x)
-    checks.per_channel("weight", weight, len(mean), x.dtype)
+    checks.per_channel(len(mean), x.dtype, weight=weight)
     with place, np.errstate(all="ignore"):
         place.export(place.xp.empty(0, x.dtype))  # it can be done
         operands = arrays.Operands(place.xp, x, (x, dy), None)
