@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import frontend
 import numpy as np
 from shapes import Case
 
 import cunorm
+from cunorm.convolution import cudnn_missing
 
 __all__ = ["COPY", "FRESH", "OUT", "calls_of", "dtype_of"]
 
@@ -44,6 +46,8 @@ def calls_of(case: Case, xp: Any, torch: Any, compiled: bool = False) -> Calls:
             calls |= _torch(case, torch, "torch.compile", nullcontext, x, dy, weight, bias, True)
     x, dy, weight, bias = (xp.asarray(array) for array in (x, dy, weight, bias))
     calls |= _plain(case, xp, x, dy, weight, bias)
+    if on_gpu and cudnn_missing() is None:
+        calls |= frontend.calls_of(case, xp, x, dy, weight, bias)
     out = xp.zeros_like(x)
     calls[COPY] = lambda: xp.copyto(out, x)
     return calls | _cunorm(case, xp, x, dy, weight, bias, out)

@@ -6,7 +6,8 @@
 In one run, interleaved, on NumPy's arrays or with --gpu on CuPy's. The table goes to standard
 output and, with JSON, a Markdown file and two plots, into FOLDER (benchmarks/results/). What is
 slower beside the copy than in benchmarks/baseline.json, where that is of the same processor, is
-measured once more, and named at the end if it is slower again.
+measured once more, and named at the end if it is slower again. What has been measured is written
+after every case, and Ctrl-C ends with what there is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -66,15 +68,21 @@ def gpu_timer(seconds: float) -> Callable[[Any], Any]:
     return lambda calls: measure.on_gpu(calls, seconds, flush)
 
 
+def write(record: dict[str, Any], folder: Path, name: str) -> Path:
+    """Write the record; the path of its file without the suffix."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['backend']}-{name}"
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
 def save(record: dict[str, Any], folder: Path, name: str) -> list[report.Row]:
     """Write the record, its table and plots, and print what there is to see."""
+    path = write(record, folder, name)
     found = report.rows(record["results"])
     table, short = report.markdown(found), report.summary(found, LARGE[record["backend"]])
     machine = record["machine"]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['backend']}-{name}"
     title = f"cunorm {machine['cunorm']} on {record['device']}, {record['date'][:10]}"
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     path.with_suffix(".md").write_text(f"# {title}\n\n{short}\n\n{table}\n")
     report.plot(found, title, path)
     print(f"{table}\n\n{short}\n\nfull figures: {path}.json, .md, -copy.png, -rivals.png")
@@ -135,17 +143,25 @@ def main() -> None:
         "unit": "s",
         "results": [],
     }
+    name = f"{now:%Y-%m-%d}{'-full' if options.full else ''}"
     began = time.monotonic()
     progress = tqdm(chosen, unit="case")
-    for case in progress:
-        progress.set_postfix_str(str(case))
-        record["results"].append(result_of(case, xp, timer, options.compiled))
-        gc.collect()  # the arrays of a case go before those of the next come
-        if options.gpu:
-            xp.get_default_memory_pool().free_all_blocks()
-    name = f"{now:%Y-%m-%d}{'-full' if options.full else ''}"
-    found = save(record, options.output, name)
-    print(f"{len(chosen)} cases in {time.monotonic() - began:.0f} s")
+    whole = True
+    try:
+        for case in progress:
+            progress.set_postfix_str(str(case))
+            record["results"].append(result_of(case, xp, timer, options.compiled))
+            write(record, options.output, name)  # a run may take hours
+            gc.collect()  # the arrays of a case go before those of the next come
+            if options.gpu:
+                xp.get_default_memory_pool().free_all_blocks()
+    except KeyboardInterrupt:
+        whole = False
+    measured = len(record["results"])
+    found = save(record, options.output, name) if measured else []
+    print(f"{measured} of {len(chosen)} cases in {time.monotonic() - began:.0f} s")
+    if not whole:
+        sys.exit("interrupted: not compared")
     compare(record, found, lambda case: result_of(case, xp, timer))
     if options.save_baseline:
         BASELINE.write_text(json.dumps(record, indent=1) + "\n")

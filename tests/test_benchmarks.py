@@ -15,6 +15,7 @@ import contenders  # noqa: E402
 import errors  # noqa: E402
 import predict  # noqa: E402
 import report  # noqa: E402
+import run  # noqa: E402
 from shapes import FULL, HUGE, QUICK, Case  # noqa: E402
 
 try:
@@ -189,6 +190,24 @@ def test_run(tmp_path):
     failed = subprocess.run([*command[:-3], "nothing"], capture_output=True, text=True, timeout=60)
     assert failed.returncode == 2
     assert "--only" in failed.stderr
+
+
+def test_interrupted_run(tmp_path, monkeypatch, capsys):
+    """What has been measured is kept."""
+
+    def measured(case, *_):
+        if case != QUICK[0]:
+            raise KeyboardInterrupt
+        return result(case, 1e-3, 2e-3, 8e-3)
+
+    monkeypatch.setattr(run, "result_of", measured)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match="interrupted"):
+        run.main()
+    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert [tuple(one["case"]["shape"]) for one in record["results"]] == [QUICK[0].shape]
+    assert f"1 of {len(QUICK)} cases" in capsys.readouterr().out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
 
 
 @pytest.mark.parametrize("sweep", errors.SWEEPS, ids=lambda sweep: sweep.title)
