@@ -27,6 +27,10 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 101
 _SAMPLE = 1e-3
 _SLOW = 50e-3
 
+# For about half of this, in seconds, PyTorch's helper threads keep a core after a call, and
+# yield it to nobody.
+_PAUSE = 20e-3
+
 
 def _summary(samples: list[float]) -> dict[str, float]:
     return dict(zip(("low", "median", "high"), statistics.quantiles(samples, n=4), strict=True))
@@ -37,8 +41,8 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
 
     Large arrays do not fit the caches, so that every call finds them cold; small ones are
     called many times over and measured warm. Each sample is taken twice, the first time untimed,
-    because helper threads (PyTorch's and ours) stay awake on their cores for a while after their
-    work; not so the slow ones, to which that is nothing.
+    to wake the contender's own helper threads; not so the slow ones, to which that is nothing.
+    After PyTorch's turn there is a pause until its threads sleep.
     """
     clock = time.perf_counter
     took, repeats, rounds, slow = {}, {}, {}, set()
@@ -56,10 +60,14 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
     samples: dict[Any, list[float]] = {name: [] for name in calls}
     for name in slow:  # the first sample of these has been taken
         samples[name].append(took[name])
+    previous = None
     for turn in range(1, most + 1):
         for name, call in calls.items():
             if turn * rounds[name] // most <= len(samples[name]):
                 continue  # a slow one, whose rounds are spread over the others'
+            if previous == "PyTorch" != name[1]:
+                time.sleep(_PAUSE)
+            previous = name[1]
             number = repeats[name]
             if name not in slow:
                 for _ in range(number):

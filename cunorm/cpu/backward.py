@@ -334,7 +334,7 @@ def _columns_chunk(
     for p in range(width):
         store(sum_dy, p, zero)
         store(sum_dy_xmu, p, zero)
-    twos = 0 if reads_on(x, width) else rows // 2 * 2
+    twos = 0 if reads_on(x, stride, width) else rows // 2 * 2
     for row in range(0, twos, 2):
         a = start + row * stride
         b = a + stride

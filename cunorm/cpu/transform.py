@@ -240,18 +240,29 @@ def _spread(
     """Every position's numbers from those of the channels whose statistics begin at one."""
     length = inner // members
     first = statistic * members % parameters
-    if inner == 1:  # a position is a channel: vectorized
-        for channel in range(channels):
-            s = statistic + channel
-            scale, shift = _coefficients(x, s, first + channel, residual, inv_std, weight, bias)
-            store(block_mean, channel, load_scratch(mean, s))
-            store(block_scale, channel, scale)
-            store(block_shift, channel, shift)
-        for copy in range(channels, fold * channels, channels):
+    if length == 1:  # every position has parameters of its own: vectorized
+        if members == 1:
             for channel in range(channels):
-                store(block_mean, copy + channel, load_scratch(block_mean, channel))
-                store(block_scale, copy + channel, load_scratch(block_scale, channel))
-                store(block_shift, copy + channel, load_scratch(block_shift, channel))
+                s = statistic + channel
+                scale, shift = _coefficients(x, s, first + channel, residual, inv_std, weight, bias)
+                store(block_mean, channel, load_scratch(mean, s))
+                store(block_scale, channel, scale)
+                store(block_shift, channel, shift)
+        else:
+            for channel in range(channels):
+                s = statistic + channel
+                center = load_scratch(mean, s)
+                for p in range(channel * inner, (channel + 1) * inner):
+                    scale, shift = _coefficients(x, s, first + p, residual, inv_std, weight, bias)
+                    store(block_mean, p, center)
+                    store(block_scale, p, scale)
+                    store(block_shift, p, shift)
+        width = channels * inner
+        for copy in range(width, fold * width, width):
+            for p in range(width):
+                store(block_mean, copy + p, load_scratch(block_mean, p))
+                store(block_scale, copy + p, load_scratch(block_scale, p))
+                store(block_shift, copy + p, load_scratch(block_shift, p))
         return
     for channel in range(channels):
         s = statistic + channel
