@@ -1,7 +1,7 @@
 """cuDNN's norms through its own front end, the package nvidia-cudnn-frontend, on CuPy's arrays.
 
-A graph of one operation is built once and executed into the same outputs again and again, which
-is the least that it can cost. cuDNN has neither group norm nor scale-shift.
+A graph of one operation is built once and executed again and again, into a fresh y or dx as with
+the other rivals. cuDNN has neither group norm nor scale-shift.
 """
 
 from __future__ import annotations
@@ -70,22 +70,15 @@ def calls_of(
     calls = {}
     for operation in case.operations:
         try:
-            execute = _built(xp, *graph_of[operation])
-        except Exception as error:  # the class of which differs from version to version
-            warnings.warn(f"cuDNN has no {operation} of {case}: {error}", stacklevel=2)
+            call = _built(xp, *graph_of[operation])
+        except Exception as error:  # whatever it is, the others can still be measured
+            text = f"cuDNN has no {operation} of {case}: {type(error).__name__}: {error}"
+            warnings.warn(text, stacklevel=2)
             continue
-        calls[operation, NAME] = _returning(execute, gradients if operation == "backward" else [y])
+        calls[operation, NAME] = call
         if operation == "forward":
-            execute()  # for the statistics that the others take
+            call()  # for the statistics that the others take
     return calls
-
-
-def _returning(execute: Callable[[], None], outputs: list[Any]) -> Callable[[], Any]:
-    def call() -> Any:
-        execute()
-        return tuple(outputs)
-
-    return call
 
 
 def _in_four_axes(case: Case, array: Any) -> Any:
@@ -115,8 +108,11 @@ def _handle() -> Any:
 
 def _built(
     xp: Any, operation: str, inputs: dict[str, Any], outputs: list[Any], options: dict[str, Any]
-) -> Callable[[], None]:
-    """A call that executes an operation on these arrays; inputs may be numbers."""
+) -> Callable[[], tuple[Any, ...]]:
+    """A call that executes an operation on these arrays; inputs may be numbers.
+
+    The first of the outputs is made anew by every call.
+    """
     import cudnn
 
     def type_of(array: Any) -> Any:
@@ -141,7 +137,8 @@ def _built(
         pointers[tensors[name]] = value.ctypes.data if by_value else value.data.ptr
     results = getattr(graph, operation)(name=operation, **tensors, **options)
     results = results if isinstance(results, (tuple, list)) else [results]
-    for tensor, array in zip(filter(None, results), outputs, strict=True):
+    tensors_of_outputs = [tensor for tensor in results if tensor is not None]
+    for tensor, array in zip(tensors_of_outputs, outputs, strict=True):
         tensor.set_output(True).set_data_type(type_of(array))
         tensor.set_dim(list(array.shape)).set_stride(_steps(array))
         pointers[tensor] = array.data.ptr
@@ -152,11 +149,16 @@ def _built(
     graph.build_plans()
     workspace = xp.empty(max(graph.get_workspace_size(), 1), np.uint8)
 
-    def execute() -> None:
-        _ = inputs, numbers  # whose memory the graph reads
-        graph.execute(pointers, workspace.data.ptr, handle=handle)
+    first = tensors_of_outputs[0]
 
-    return execute
+    def call() -> tuple[Any, ...]:
+        _ = inputs, numbers  # whose memory the graph reads
+        fresh = _like(xp, outputs[0])
+        pointers[first] = fresh.data.ptr
+        graph.execute(pointers, workspace.data.ptr, handle=handle)
+        return (fresh, *outputs[1:])
+
+    return call
 
 
 def _steps(array: Any) -> list[int]:

@@ -1,13 +1,13 @@
 """The benchmark: all norms beside a copy of the same bytes, plain code and other libraries.
 
-    python benchmarks/run.py [--full] [--gpu] [--only TEXT] [--seconds 0.4] [--compiled]
+    python benchmarks/run.py [--full] [--gpu] [--only TEXT] [--seconds 0.25] [--compiled]
                              [--output FOLDER] [--save-baseline]
 
 In one run, interleaved, on NumPy's arrays or with --gpu on CuPy's. The table goes to standard
 output and, with JSON, a Markdown file and two plots, into FOLDER (benchmarks/results/). What is
 slower beside the copy than in benchmarks/baseline.json, where that is of the same processor, is
 measured once more, and named at the end if it is slower again. What has been measured is written
-after every case, and Ctrl-C ends with what there is.
+after every case, as unfinished, and Ctrl-C ends with what there is.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all cases instead of a few of each")
     parser.add_argument("--gpu", action="store_true", help="on CuPy arrays")
     parser.add_argument("--only", default="", help="cases whose names contain this")
-    parser.add_argument("--seconds", type=float, default=0.4, help="of measuring a case (0.4)")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of measuring a case (0.25)")
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, on a GPU")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for results")
     parser.add_argument("--save-baseline", action="store_true", help=f"as {BASELINE.name} as well")
@@ -151,17 +151,20 @@ def main() -> None:
         for case in progress:
             progress.set_postfix_str(str(case))
             record["results"].append(result_of(case, xp, timer, options.compiled))
-            write(record, options.output, name)  # a run may take hours
+            unfinished = write(record, options.output, f"{name}-unfinished")
             gc.collect()  # the arrays of a case go before those of the next come
             if options.gpu:
                 xp.get_default_memory_pool().free_all_blocks()
     except KeyboardInterrupt:
         whole = False
     measured = len(record["results"])
-    found = save(record, options.output, name) if measured else []
-    print(f"{measured} of {len(chosen)} cases in {time.monotonic() - began:.0f} s")
     if not whole:
-        sys.exit("interrupted: not compared")
+        if measured:
+            save(record, options.output, f"{name}-unfinished")
+        sys.exit(f"interrupted after {measured} of {len(chosen)} cases: no baseline looked at")
+    found = save(record, options.output, name)
+    unfinished.with_suffix(".json").unlink()
+    print(f"{measured} cases in {time.monotonic() - began:.0f} s")
     compare(record, found, lambda case: result_of(case, xp, timer))
     if options.save_baseline:
         BASELINE.write_text(json.dumps(record, indent=1) + "\n")

@@ -92,7 +92,7 @@ def test_training(rng, shape, axis, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=lambda d: np.dtype(d).name)
 def test_training_far_from_the_caches(rng, dtype):
-    """Rows of more than 16 MB are read one after another."""
+    """Whole rows of an array of more than 16 MB are read one after another."""
     shape = (150_001, 58)
     x, dy = draw(rng, shape, dtype), rng.standard_normal(shape).astype(dtype)
     assert x.nbytes > 16 << 20

@@ -202,11 +202,11 @@ def test_interrupted_run(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(run, "result_of", measured)
     monkeypatch.setattr(sys, "argv", ["run.py", "--output", str(tmp_path)])
-    with pytest.raises(SystemExit, match="interrupted"):
+    with pytest.raises(SystemExit, match=f"interrupted after 1 of {len(QUICK)} cases"):
         run.main()
-    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*-unfinished.json"))
     assert [tuple(one["case"]["shape"]) for one in record["results"]] == [QUICK[0].shape]
-    assert f"1 of {len(QUICK)} cases" in capsys.readouterr().out
+    assert str(QUICK[0]) in capsys.readouterr().out
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
 
 

@@ -8,7 +8,7 @@ contiguous elements, and a run is vectorized along itself.
 *Columns* serve a short ``inner`` (1 in channels-last data): a row of
 ``group * inner`` contiguous positions is vectorized across positions, each
 with statistics of its own that are merged into channels at the end. Short
-rows are folded: several are taken as one, in whole cache lines.
+rows are folded: several are taken as one, in whole cache lines where there are enough.
 
 *Rows* serve statistics of contiguous elements in which the parameters change every
 few elements, or with every one: layer norm. A row is vectorized along itself, beside
@@ -43,10 +43,10 @@ __all__ = ["Columns", "Rows", "Segments", "plan"]
 
 # Runs are vectorized across positions where they are short, or not long and
 # there are rows enough to spread the cost of a position's own statistics over.
-# Measured on Zen 5: either family takes the same time at about these lengths.
+# Measured on Zen 4 and 5: either family takes the same time at about these lengths.
 _SHORT_RUN = 32
-_MIDDLING_RUN = (128, 256, 256, 256)  # by operands
-_MANY_ROWS = 16
+_SHORT_RUN_BYTES, _SOME_ROWS = 128, 4
+_MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
@@ -68,7 +68,11 @@ _COLUMN_CHUNK_ROWS = 256
 _LEAST_BLOCK_BYTES = 64
 _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
-_FOLDED_ROWS = 16  # at least, of several: a position costs about as much as so many elements
+
+# A position costs about as much as so many of its elements: rows are folded as far as so many
+# are left, or to so many positions.
+_FOLDED_ROWS = 16
+_LEAST_POSITIONS = 64
 
 # A part is worth a task of its own from about 256 KiB on; 32 parts a channel
 # keep the memory for partial results under 1 KiB a channel. A task of columns spreads its
@@ -258,10 +262,12 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
         most = min(_MOST_BLOCK_POSITIONS // inner, fitting)
         block_channels = max(least, min(group, most) // least * least)
     else:
-        # Whole rows: several as one, of whole cache lines, where they are short.
+        # Whole rows: several as one, of whole cache lines if that can be, where they are short.
         unit = 64 // gcd(64, row_bytes)
         fold = _ceil_div(_FOLDED_POSITIONS, row_positions * unit) * unit
-        fold = min(fold, max(1, outer // _FOLDED_ROWS))
+        few = max(outer // _FOLDED_ROWS, _ceil_div(_LEAST_POSITIONS, row_positions))
+        fold = min(fold, few, outer)
+        fold = fold // unit * unit or fold
         fold = 1 if row_positions >= _FOLDED_POSITIONS else fold
         block_channels = min(group, max(least, _MOST_BLOCK_POSITIONS // inner // least * least))
         if fold > 1:
@@ -313,7 +319,11 @@ def _plan(
             return _segments(geometry, itemsize, operands, threads)
     short = inner < _SHORT_COLUMN
     if members == 1:
-        short = inner < _SHORT_RUN or (inner < _MIDDLING_RUN[operands] and outer >= _MANY_ROWS)
+        short = (
+            inner < _SHORT_RUN
+            or (inner * itemsize <= _SHORT_RUN_BYTES and outer >= _SOME_ROWS)
+            or (inner < _MIDDLING_RUN[operands] and outer >= _MANY_ROWS)
+        )
     if short:
         return _columns(geometry.merged(), itemsize, operands)
     return _segments(geometry, itemsize, operands, threads)

@@ -43,8 +43,8 @@ from .tasks import next_task
 
 __all__ = ["moments", "update_running"]
 
-# Rows of larger arrays are read one after another. Measured on Zen 4.
-_FAR_BYTES = 16 << 20
+# Whole rows of larger arrays are read one after another. Measured on Zen 4.
+_READ_ON_BYTES = 16 << 20
 
 #: What stands for a missing array; kernels ask for its size.
 NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
@@ -225,7 +225,7 @@ def reads_on(x, stride, width):
 
     Memory, unlike a cache, is fetched ahead only where it is read on and on.
     """
-    return stride == width and x.size * x.itemsize > _FAR_BYTES
+    return stride == width and x.size * x.itemsize > _READ_ON_BYTES
 
 
 @device_function

@@ -44,9 +44,7 @@ class Layout(NamedTuple):
 def channels_of(x: Any, channel_axis: Any) -> tuple[int, int, int]:
     """(channel axis from the front, number of channels, elements a channel) of x."""
     checks.present("x", x)
-    if type(channel_axis) is not int:
-        channel_axis = checks.integer("channel_axis", channel_axis)
-    return checks.channels("x", x.shape, x.dtype, channel_axis)
+    return checks.channels("x", x.shape, x.dtype, checks.integer("channel_axis", channel_axis))
 
 
 def running_scale(

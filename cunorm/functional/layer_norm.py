@@ -239,9 +239,7 @@ def layer_norm_double_backward(
 def row_layout(x: Any, axis: Any) -> Layout:
     """Layout of a norm over the axes of x from `axis` on."""
     checks.present("x", x)
-    if type(axis) is not int:
-        axis = checks.integer("axis", axis)
-    return _row_layout(x.shape, x.dtype, axis)
+    return _row_layout(x.shape, x.dtype, checks.integer("axis", axis))
 
 
 @lru_cache(maxsize=1024)

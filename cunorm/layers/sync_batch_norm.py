@@ -225,11 +225,15 @@ def _forward(
     What can fail on one rank alone comes before the message, the memory for y too.
     """
     names = ("x", "weight", "bias", "running_mean", "running_var")
-    (x, *vectors), place = arrays.adopt(names, x, weight, bias, running_mean, running_var)
-    weight, bias, running_mean, running_var = vectors
+    (x, weight, bias, running_mean, running_var), place = arrays.adopt(
+        names, x, weight, bias, running_mean, running_var
+    )
     axis, number, _ = channels_of(x, channel_axis)
     check_channels(x, num_features, channel_axis)
-    checks.per_channel(number, x.dtype, **dict(zip(names[1:], vectors, strict=True)))
+    checks.per_channel(
+        number, x.dtype,
+        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
+    )  # fmt: skip
     checks.running_statistics(place, running_mean, running_var, x=x, weight=weight, bias=bias)
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
