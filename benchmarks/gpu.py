@@ -4,8 +4,9 @@
 
 Runs the test suite on CuPy arrays, a part of it under compute-sanitizer's memcheck and
 racecheck, then times all norms beside a copy of the same bytes, CuPy's own expression and,
-where it is installed, PyTorch with and without cuDNN, interleaved, with CUDA events and a
-cold second-level cache. It needs the `test` extra; compute-sanitizer comes with CUDA.
+where they are installed, PyTorch with and without cuDNN and cuDNN's front end, interleaved, with
+CUDA events and a cold second-level cache. It needs the `test` extra; compute-sanitizer comes
+with CUDA.
 Whatever is left when the minutes are over is left out, and said so. Results go into FOLDER
 (benchmarks/results/) as JSON with the device named, and are printed as a Markdown table.
 """
