@@ -118,8 +118,13 @@ class Place:
         self._export = export
         self._device = device
 
-    def export(self, *results: Any) -> tuple[Any, ...]:
-        """Results as arrays of the caller's framework; None stays None."""
+    def export(self, *results: Any, given: Any = None) -> tuple[Any, ...]:
+        """Results as arrays of the caller's framework; None stays None.
+
+        An output that was `given`, not None, is the first of them, as it is.
+        """
+        if given is not None:
+            return given, *self.export(*results[1:])
         if self._export is None:
             return results
         return tuple(None if array is None else self._export(array) for array in results)

@@ -343,6 +343,24 @@ def test_libraries_together(rng):
             np.testing.assert_array_equal(np.asarray(y), expected)
 
 
+def test_outputs_that_a_framework_cannot_have(rng):
+    """An `out` goes back as it is: PyTorch, whose x it belongs to, has no negative strides."""
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(rng.standard_normal((3, 4, 5), np.float32))
+    for out in (
+        np.empty((3, 4, 5), np.float32)[::-1],
+        np.zeros((3, 4), [("a", np.float32, 5), ("b", np.int16)])["a"],
+    ):
+        y, saved = cunorm.batch_norm_forward(x, out=out)
+        assert y is out
+        np.testing.assert_array_equal(y, cunorm.batch_norm_forward(x.numpy())[0])
+        assert cunorm.group_norm_forward(x, 2, out=out)[0] is out
+        assert cunorm.layer_norm_forward(x, out=out)[0] is out
+        dx, dweight, _ = cunorm.batch_norm_backward(x, x, saved, out=out)
+        assert dx is out
+        assert isinstance(dweight, torch.Tensor)
+
+
 def test_framework_without_a_way_back(rng):
     """Found out before anything is computed; a subclass is its base's framework's."""
     x = rng.standard_normal((6, 4)).astype(np.float32)

@@ -694,3 +694,12 @@ def test_every_repr():
         ),
         "ScaleShift(4, channel_axis=1, dtype=float32, frozen=False)",
     ]
+
+
+@pytest.mark.parametrize("factor", [0.1, "cumulative"])
+def test_no_more_batches_can_be_counted(rng, factor):
+    layer = cunorm.BatchNorm(3, exponential_average_factor=factor)
+    layer.num_batches_tracked = np.array(2**63 - 1)
+    with pytest.raises(ValueError, match=r"num_batches_tracked \+ 1: expected 1 to 2\^63 - 1, got"):
+        layer.forward(rng.standard_normal((4, 3, 5)))
+    np.testing.assert_array_equal(layer.running_mean, np.zeros(3))

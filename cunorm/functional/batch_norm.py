@@ -197,12 +197,12 @@ def batch_norm_forward(
                 source, running_mean, running_var, weight, bias, eps, geometry, operands.out
             )
         y, mean, inv_std, residual = place.export(
-            operands.finish(), statistics[0], statistics[1], statistics[2]
+            operands.finish(), statistics[0], statistics[1], statistics[2], given=given
         )
         saved = BatchNormSaved(
             mean, inv_std, residual, training, axis, x.shape, None if bias is None else bias.dtype
         )
-        return y if given is None else given, saved
+        return y, saved
 
 
 @checks.once
@@ -448,8 +448,8 @@ def batch_norm_transform(
                 source, *split_mean(mean, dtype, place.xp), as_dtype(inv_std, dtype), weight, bias,
                 batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
             )  # fmt: skip
-        (result,) = place.export(operands.finish())
-        return result if given is None else given
+        (result,) = place.export(operands.finish(), given=given)
+        return result
 
 
 def batch_norm_backward_reduce(
@@ -567,8 +567,8 @@ def batch_norm_backward_transform(
                 as_dtype(sum_dy, dtype), as_dtype(sum_dy_xmu, dtype), count,
                 batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
             )  # fmt: skip
-        (result,) = place.export(operands.finish())
-        return result if given is None else given
+        (result,) = place.export(operands.finish(), given=given)
+        return result
 
 
 def update_running_statistics(

@@ -174,8 +174,8 @@ def backward(
             wanted if centered else (*wanted, False),
             (weight_dtype, bias_dtype or inv_std.dtype), out, **options,
         )  # fmt: skip
-        dx, dweight, dbias = place.export(dx, dweight, dbias)
-        return dx if given is None else given, dweight, dbias
+        dx, dweight, dbias = place.export(dx, dweight, dbias, given=given)
+        return dx, dweight, dbias
 
 
 def _checked_layout(

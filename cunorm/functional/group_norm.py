@@ -115,12 +115,12 @@ def group_norm_forward(
 
     with place:
         y, (mean, inv_std, residual, *_) = normalize(place, x, weight, bias, eps, layout, out)
-        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual)
+        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual, given=given)
         saved = GroupNormSaved(
             mean, inv_std, residual, num_groups,
             layout.parameters[0], x.shape, None if bias is None else bias.dtype,
         )  # fmt: skip
-        return y if given is None else given, saved
+        return y, saved
 
 
 def group_norm_backward(

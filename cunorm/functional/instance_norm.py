@@ -187,12 +187,12 @@ def instance_norm_forward(
                 )
             y = operands.finish()
             mean, inv_std, residual = (place.xp.tile(row, (x.shape[0], 1)) for row in rows[:3])
-        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual)
+        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual, given=given)
         saved = InstanceNormSaved(
             mean, inv_std, residual,
             use_input_stats, axis, x.shape, None if bias is None else bias.dtype,
         )  # fmt: skip
-        return y if given is None else given, saved
+        return y, saved
 
 
 def instance_norm_backward(

@@ -116,12 +116,12 @@ def layer_norm_forward(
 
     with place:
         y, (mean, inv_std, residual, *_) = normalize(place, x, weight, bias, eps, layout, out)
-        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual)
+        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual, given=given)
         saved = LayerNormSaved(
             mean, inv_std, residual,
             len(layout.statistics), x.shape, None if bias is None else bias.dtype,
         )  # fmt: skip
-        return y if given is None else given, saved
+        return y, saved
 
 
 def layer_norm_backward(

@@ -114,9 +114,9 @@ def rms_norm_forward(
         y, (_, inv_std, *_) = normalize(
             place, x, weight, None, eps, layout, out, centered=False, weight_offset=weight_offset
         )
-        y, inv_std = place.export(y, inv_std)
+        y, inv_std = place.export(y, inv_std, given=given)
         saved = RMSNormSaved(None, inv_std, None, len(layout.statistics), x.shape, weight_offset)
-        return y if given is None else given, saved
+        return y, saved
 
 
 def rms_norm_backward(

@@ -76,8 +76,8 @@ def scale_shift_forward(
                 in_memory_order(shift, layout.parameters, order),
                 layout.geometry(source.shape, order), operands.out,
             )  # fmt: skip
-        (y,) = place.export(operands.finish())
-        return y if given is None else given
+        (y,) = place.export(operands.finish(), given=given)
+        return y
 
 
 def scale_shift_backward(
@@ -135,8 +135,8 @@ def scale_shift_backward(
             place, dy, x, None, None, None, scale, False, layout, wanted,
             (scale.dtype, scale.dtype), out,
         )  # fmt: skip
-        dx, dscale, dshift = place.export(dx, dscale, dshift)
-        return dx if given is None else given, dscale, dshift
+        dx, dscale, dshift = place.export(dx, dscale, dshift, given=given)
+        return dx, dscale, dshift
 
 
 def _layout(x: Any, scale: Any, channel_axis: Any) -> Layout:

@@ -333,6 +333,7 @@ class TrackingLayer(Layer):
         factor, batches = self._factor, 0
         if updating:  # found to be a number before the running statistics move
             batches = _number_of_batches("num_batches_tracked", self.num_batches_tracked)
+            checks.number_of_values("num_batches_tracked + 1", batches + 1, 1)
         if factor == "cumulative":
             factor = 1.0 / (batches + 1) if updating else 0.0
         self._check_channels(x)
