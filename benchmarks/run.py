@@ -146,7 +146,6 @@ def main() -> None:
     name = f"{now:%Y-%m-%d}{'-full' if options.full else ''}"
     began = time.monotonic()
     progress = tqdm(chosen, unit="case")
-    whole = True
     try:
         for case in progress:
             progress.set_postfix_str(str(case))
@@ -156,15 +155,13 @@ def main() -> None:
             if options.gpu:
                 xp.get_default_memory_pool().free_all_blocks()
     except KeyboardInterrupt:
-        whole = False
-    measured = len(record["results"])
-    if not whole:
+        measured = len(record["results"])
         if measured:
             save(record, options.output, f"{name}-unfinished")
         sys.exit(f"interrupted after {measured} of {len(chosen)} cases: no baseline looked at")
     found = save(record, options.output, name)
     unfinished.with_suffix(".json").unlink()
-    print(f"{measured} cases in {time.monotonic() - began:.0f} s")
+    print(f"{len(chosen)} cases in {time.monotonic() - began:.0f} s")
     compare(record, found, lambda case: result_of(case, xp, timer))
     if options.save_baseline:
         BASELINE.write_text(json.dumps(record, indent=1) + "\n")
