@@ -6,11 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import njit
+from numba.core.caching import NullCache
 
 import cunorm
+from cunorm.cpu import pool, tasks
 
 SHAPES = [((16, 32, 28, 28), 1), ((8, 16, 4, 4), 1), ((40_000, 32), 1), ((3, 2, 500, 500), 1)]
 
@@ -127,61 +132,178 @@ def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
         np.testing.assert_array_equal(y, expected)
 
 
+def kernel_of(function):
+    """A shared kernel, like those of the package but kept nowhere."""
+    kernel = tasks.shared_kernel(function)
+    kernel._cache = NullCache()
+    return kernel
+
+
+def count_tasks(board, me, counts):
+    task = tasks.next_task(board, me)
+    while task >= 0:
+        counts[task] += 1
+        task = tasks.next_task(board, me)
+
+
+@njit
+def wait_for(address, value):
+    """Wait for a word, but not for ever."""
+    looks = 0
+    while looks < 1 << 30 and tasks._look(address) < value:
+        looks += 1
+
+
+def meet(board, me, places):
+    """Everybody takes a task and waits for the others."""
+    if tasks.next_task(board, me) >= 0:
+        tasks._add(places, 1)
+        wait_for(places, 2)
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 7])
-@pytest.mark.parametrize("tasks", [0, 1, 2, 5, 20])
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 20])
 @pytest.mark.parametrize("name", ["next_task", "last_task"])
-def test_queue(name, tasks, slots):
+def test_order_of_tasks(name, number, slots):
     """Every task is taken once, one's own first and in order, whoever else comes."""
-    from cunorm.cpu import tasks as module
-
-    take = getattr(module, name)
+    take_task = getattr(tasks, name)
+    take = njit(lambda board, me: take_task(board, me))
     for me in range(slots):
-        board = module.shares(tasks, slots).copy()
-        first, end = tasks * me // slots, tasks * (me + 1) // slots
+        board = tasks.boards(slots)[0]
+        board[0, tasks._THREADS // 8] = slots
+        bounds = [number * slot // slots for slot in range(slots + 1)]
+        board[1:, tasks._NEXT // 8], board[1:, tasks._END // 8] = bounds[:-1], bounds[1:]
+        address = board.ctypes.data
         taken = []
-        while (task := take(board, me)) >= 0:
+        while (task := take(address, me)) >= 0:
             taken.append(task)
-        assert sorted(taken) == list(range(tasks))
-        own = list(range(first, end))
+        assert sorted(taken) == list(range(number))
+        own = list(range(bounds[me], bounds[me + 1]))
         assert taken[: len(own)] == (own if name == "next_task" else own[::-1])
-        assert all(take(board, other) == -1 for other in range(slots))
+        assert all(take(address, other) == -1 for other in range(slots))
 
 
-def test_interrupted_wait(threads):
-    """Ctrl-C while helpers work: it comes through, but not before they are out."""
-    from cunorm.cpu import pool as module
+@pytest.mark.parametrize("callers", [1, 2 + tasks._BOARDS])
+def test_every_task_is_done_once(threads, callers):
+    """However many threads there are and callers at once, more than boards among them."""
+    kernel = kernel_of(count_tasks)
+    threads(4)
+    failures = []
 
+    def call(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(3000):
+            counts = np.zeros(rng.integers(1, 40), np.int64)
+            pool.run(kernel, counts.size, 1 << 30, counts)
+            if not (counts == 1).all():
+                failures.append(counts)
+
+    together = [threading.Thread(target=call, args=(seed,)) for seed in range(callers)]
+    for caller in together:
+        caller.start()
+    for caller in together:
+        caller.join(300)
+        assert not caller.is_alive()
+    assert not failures
+    words = pool._pool.boards[:, 0]
+    assert not words[:, tasks._TAKEN // 8].any()
+    assert (words[:, tasks._INSIDE // 8] == -tasks._CLOSED).all()
+
+
+def test_helpers_take_part(threads):
+    """One that has to be woken, and one that listens."""
+    kernel = kernel_of(meet)
     threads(2)
-    inside = []
+    places = np.full(1, 2, np.int64)
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data)  # compiles it
+    time.sleep(0.1)
+    assert pool._pool.asleep == {1}
+    places[:] = 0
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data)
+    assert places[0] == 2
+    heard = 0
+    for _ in range(1000):  # it listens for half a millisecond, which may be over on a busy machine
+        places[:] = 0
+        kernel(pool._pool.address, -2, 2, places.ctypes.data)
+        heard += places[0] == 2
+        if heard:
+            break
+        pool.run(kernel, 2, 1 << 30, places.ctypes.data)
+    assert heard
 
-    def kernel(_queue, _me, release):
-        inside.append(threading.current_thread())
-        if threading.current_thread() is not threading.main_thread():
-            release.wait(60)
-        inside.remove(threading.current_thread())
 
-    release = threading.Event()
-    call = module._Call(kernel, module.shares(5, 2).copy(), 0, (release,))
-    helper = threading.Thread(target=call.help)
-    helper.start()
-    while not inside:
-        pass
-    left = call._left
+def test_small_calls_wake_helpers_when_they_come_soon(threads):
+    kernel = kernel_of(count_tasks)
+    threads(2)
+    counts = np.zeros(2, np.int64)
+    pool.run(kernel, 2, 1 << 30, counts)
+    helpers = pool._pool
+    for soon in (True, False):
+        while not helpers.asleep:
+            time.sleep(0.001)
+        helpers.last = np.inf if soon else -np.inf
+        rung = []
+        bells, helpers.bells = helpers.bells, [SimpleNamespace(put=rung.append)]
+        pool.run(kernel, 2, 2 * pool._BYTES_PER_LISTENER, counts)
+        helpers.bells = bells
+        assert rung == [True] * soon
+        helpers.last = -np.inf
 
-    class InterruptedOnce:
-        def get(self):
-            call._left = left
-            release.set()
-            raise KeyboardInterrupt
 
-    call._left = InterruptedOnce()
-    with pytest.raises(KeyboardInterrupt):
-        call.close()
-    assert not inside
-    assert (call._board[:, 0] >= call._board[:, 1]).all()  # no new tasks were taken
-    call.help()  # too late: nothing happens
-    assert not inside
-    helper.join()
+def test_more_callers_than_boards(threads):
+    """Who finds none does all the work."""
+    kernel = kernel_of(count_tasks)
+    threads(2)
+    counts = np.zeros(7, np.int64)
+    pool.run(kernel, 7, 1 << 30, counts)
+    taken = pool._pool.boards[:, 0, tasks._TAKEN // 8]
+    ticket = pool._pool.boards[:, 0, tasks._TICKET // 8].copy()
+    taken[:] = 1
+    try:
+        pool.run(kernel, 7, 1 << 30, counts)
+    finally:
+        taken[:] = 0
+    assert (counts == 2).all()
+    np.testing.assert_array_equal(pool._pool.boards[:, 0, tasks._TICKET // 8], ticket)
+
+
+def test_helpers_of_another_number_of_threads_end(threads):
+    kernel = kernel_of(count_tasks)
+    for number in (4, 2):
+        threads(number)
+        pool.run(kernel, 5, 1 << 30, np.zeros(5, np.int64))
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        alive = [t.name for t in threading.enumerate() if t.name.startswith("cunorm_")]
+        if alive == ["cunorm_1"]:
+            return
+        time.sleep(0.01)
+    raise AssertionError(alive)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_error_in_a_kernel(threads, who):
+    """It reaches the caller, whosever it is, when everybody is out; the next call is right."""
+
+    def fail(board, me, places, who):
+        if tasks.next_task(board, me) >= 0:
+            tasks._add(places, 1)
+            wait_for(places, 2)
+            if me == who:
+                raise MemoryError("at work")
+
+    kernel = kernel_of(fail)
+    counting = kernel_of(count_tasks)
+    threads(2)
+    pool.run(kernel, 2, 1 << 30, np.full(1, 2, np.int64).ctypes.data, 2)  # compiles it
+    for _ in range(20):
+        places = np.zeros(1, np.int64)
+        with pytest.raises(MemoryError, match="working arrays"):
+            pool.run(kernel, 2, 1 << 30, places.ctypes.data, who)
+        assert places[0] == 2
+        counts = np.zeros(5, np.int64)
+        pool.run(counting, 5, 1 << 30, counts)
+        assert (counts == 1).all()
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
@@ -222,88 +344,6 @@ assert (cunorm.batch_norm_forward(x)[0] == expected).all()
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_listening_helper(threads, monkeypatch):
-    """After a call its helper hears of the next one without being woken."""
-    from cunorm.cpu import pool as module
-    from cunorm.cpu import tasks
-
-    threads(2)
-    inside = threading.Event()
-
-    def kernel(board, me):
-        tasks.next_task(board, me)
-        if me > 0:
-            inside.set()
-        assert inside.wait(60)
-
-    woken = []
-    module.run(kernel, 4, 1 << 30)
-    pool = module._pool
-    put = pool.calls.put
-
-    class Calls:
-        get, empty = pool.calls.get, pool.calls.empty
-
-        def put(self, call):
-            woken.append(call)
-            put(call)
-
-    monkeypatch.setattr(pool, "calls", Calls())
-    heard = 0
-    for _ in range(1000):  # it listens for half a millisecond, which may be over on a busy machine
-        inside.clear()
-        del woken[:]
-        module.run(kernel, 4, 1 << 30)
-        heard += not woken
-    assert heard > 0
-    assert pool.call is None
-    assert not pool.turn.locked()
-
-
-def test_error_leaves_no_tasks_on_the_board(threads):
-    """A helper that hears of a call too late finds none of its tasks, nor does the next call."""
-    from cunorm.cpu import pool as module
-
-    threads(2)
-
-    def kernel(_board, _me):
-        raise MemoryError("at work")
-
-    for _ in range(20):
-        with pytest.raises(MemoryError, match="at work"):
-            module.run(kernel, 4, 1 << 30)
-        assert not module._pool.board[:, :2].any()
-        assert not module._pool.turn.locked()
-        assert_same(workload(1), workload(1))
-
-
-def test_error_in_a_helper_reaches_the_caller(threads):
-    from cunorm.cpu import pool as module
-
-    threads(2)
-
-    def kernel(_queue, _me):
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError("in a helper")
-        while helped.wait(60) is False:
-            pass
-
-    helped = threading.Event()
-    help_out = module._Call.help
-
-    class Call(module._Call):
-        def help(self):
-            help_out(self)
-            helped.set()
-
-    original, module._Call = module._Call, Call
-    try:
-        with pytest.raises(MemoryError, match="in a helper"):
-            module.run(kernel, 4, 1 << 30)
-    finally:
-        module._Call = original
 
 
 def run_python(code, **environment):

@@ -57,7 +57,7 @@ from .rows import (
     row_parameter,
 )
 from .statistics import NONE, parameter, reads_on, residual_times
-from .tasks import last_task, next_task
+from .tasks import last_task, next_task, shared_kernel
 from .threads import get_num_threads
 from .transform import (
     STREAMING_BYTES,
@@ -166,7 +166,7 @@ def _segments_sums(
     flush(dx, staged, end, stage)
 
 
-@kernel
+@shared_kernel
 def _reduce_segments(
     board, me, dy, x, dx, mean, inv_std, weight, partials, streaming,
     batch, outer, group, inner, members, parameters,
@@ -224,7 +224,7 @@ def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, 
     return staged
 
 
-@kernel
+@shared_kernel
 def _gradient_segments(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
     streaming, batch, outer, group, inner, members, parameters, stretch,
@@ -255,7 +255,7 @@ def _gradient_segments(
         task = last_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _backward_segments(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
     batch, outer, group, inner, members, parameters,
@@ -416,7 +416,7 @@ def _spread_scales(
             spread(scale, member, channels * members, fold, length, block_scale)
 
 
-@kernel
+@shared_kernel
 def _reduce_columns(
     board, me, dy, x, dx, mean, inv_std, weight, partials, streaming, members, parameters,
     batch, outer, group, inner,
@@ -500,7 +500,7 @@ def _spread_shares(
         spread(offset, channel, channels, fold, inner, block_offset)
 
 
-@kernel
+@shared_kernel
 def _gradient_columns(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
     streaming, members, parameters, batch, outer, group, inner,
@@ -530,7 +530,7 @@ def _gradient_columns(
         task = last_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _backward_columns(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
     members, parameters, batch, outer, group, inner,

@@ -48,7 +48,7 @@ from .plan import Columns, Rows, Segments, plan, rows_plan, stays_near
 from .pool import run
 from .rows import add_up_blocks, row_extents, row_parameter
 from .statistics import NONE, parameter, residual_times
-from .tasks import last_task, next_task
+from .tasks import last_task, next_task, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES
 
@@ -297,7 +297,7 @@ def _segments_sums(
         _merge(sums, of_chunk)
 
 
-@kernel
+@shared_kernel
 def _reduce_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
     streaming, batch, outer, group, inner, members, parameters,
@@ -333,7 +333,7 @@ def _reduce_segments(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _transform_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums,
     streaming, batch, outer, group, inner, members, parameters,
@@ -357,7 +357,7 @@ def _transform_segments(
         task = last_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _double_backward_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, ddweight,
     streaming, batch, outer, group, inner, members, parameters,
@@ -585,7 +585,7 @@ def _spread_coefficients(
         spread(found[6], channel, channels, fold, inner, block[6])
 
 
-@kernel
+@shared_kernel
 def _reduce_columns(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
     streaming, batch, outer, group, inner,
@@ -634,7 +634,7 @@ def _reduce_columns(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _transform_columns(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums,
     streaming, batch, outer, group, inner,
@@ -664,7 +664,7 @@ def _transform_columns(
         task = last_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _double_backward_columns(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, ddweight,
     streaming, batch, outer, group, inner,
@@ -812,7 +812,7 @@ def _write_row_sums(g, dy, x, start, length, mean, weight, gweight, to_weight, s
     sums[_GX], sums[_HX], sums[_K], sums[_KX] = sum_gx, sum_hx, sum_k, sum_kx
 
 
-@kernel
+@shared_kernel
 def _double_backward_rows(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
     streaming, batch, number, length, chunk_length, pieces, block, blocks,
@@ -841,7 +841,7 @@ def _double_backward_rows(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _reduce_rows(
     board, me, g, dy, x, mean, weight, gweight, sums,
     batch, number, length, chunk_length, pieces, block, blocks,
@@ -857,7 +857,7 @@ def _reduce_rows(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _transform_rows(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums, partials,
     streaming, batch, number, length, chunk_length, pieces, block, blocks,

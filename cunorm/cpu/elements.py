@@ -44,22 +44,28 @@ _HALF, _UINT16, _INT16 = np.dtype(np.float16), np.dtype(np.uint16), np.dtype(np.
 #: What every kernel and every function it calls is compiled with. Contraction
 #: to fused multiply-adds is the only liberty: reassociation would turn
 #: sum(x - pivot) into sum(x) - n * pivot, and the digits would be gone.
-_OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+
+#: Of functions that Python does not call: nothing that it would call is compiled.
+WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 #: A function that kernels call, compiled into them. Calls of those that the compiler thinks
 #: too large would count references to every array that they take, in atomic operations.
-device_function = njit(forceinline=True, _nrt=False, **_OPTIONS)
+device_function = njit(forceinline=True, _nrt=False, **WITHIN, **OPTIONS)
 
 #: The same without contraction: the same bits whatever code it is compiled into.
 #: Several kernels fold the same partial results and must agree about them.
-strict_function = njit(forceinline=True, _nrt=False, nogil=True, error_model="numpy")
+strict_function = njit(forceinline=True, _nrt=False, nogil=True, error_model="numpy", **WITHIN)
 
 
-def kernel(function):
-    """A function that Python calls: compiled once per machine, then cached on disk."""
-    compiled = njit(**_OPTIONS)(function)
+def kernel(function, source=None):
+    """A function that Python calls: compiled once per machine, then cached on disk.
+
+    Its copies there have the name of `source`, another function that says the same.
+    """
+    compiled = njit(**OPTIONS)(function)
     try:
-        compiled._cache = KernelCache(function)
+        compiled._cache = KernelCache(source or function)
     except RuntimeError as error:
         warn_not_kept(str(error))
     return compiled
@@ -99,17 +105,18 @@ def _narrow(builder, dtype, value):
     if dtype == _FLOAT16:
         return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
     if dtype == _BFLOAT16:
-        # Round to nearest even by hand: the hardware's instruction flushes subnormals. A NaN
-        # keeps its upper bits, of which arithmetic has made one quiet. The step up comes
-        # after the truncation, because a store that truncates would not stream.
+        # Round to nearest even by hand: the hardware's instruction flushes subnormals. A NaN,
+        # which arithmetic has made quiet, keeps its upper bits. The step up comes after the
+        # truncation, because twice as many fit a register, and a store that truncates would
+        # not stream.
         word, half = ir.IntType(32), ir.IntType(16)
         bits = builder.bitcast(value, word)
-        upper = builder.lshr(bits, word(16))
-        lower = builder.shl(bits, word(16))
-        tie = builder.sub(word(1 << 31), builder.and_(upper, word(1)))  # goes to even
+        upper = builder.trunc(builder.lshr(bits, word(16)), half)
+        lower = builder.trunc(bits, half)
+        tie = builder.sub(half(1 << 15), builder.and_(upper, half(1)))  # goes to even
         up = builder.icmp_unsigned(">", lower, tie)
-        up = builder.and_(up, builder.fcmp_ordered("ord", value, value))
-        return builder.add(builder.trunc(upper, half), builder.zext(up, half))
+        number = builder.icmp_unsigned("<=", builder.and_(upper, half(0x7FFF)), half(0x7F80))
+        return builder.add(upper, builder.zext(builder.and_(up, number), half))
     return value
 
 

@@ -78,6 +78,7 @@ _LEAST_POSITIONS = 64
 # keep the memory for partial results under 1 KiB a channel. A task of columns spreads its
 # channels' numbers to their positions first; 256 of them keep threads busy enough.
 _PART_BYTES = 256 << 10
+_SWEEP_BYTES = 64 << 10
 _MOST_PARTS = 32
 _ENOUGH_TASKS = 256
 
@@ -277,7 +278,8 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
     chunk_rows = max(1, min(rows, _COLUMN_CHUNK_ROWS, _COLUMN_CHUNK_BYTES // block_bytes))
     blocks = batch * _ceil_div(group, block_channels)
     parts = min(_MOST_PARTS, _ceil_div(_ENOUGH_TASKS, blocks))
-    parts = min(parts, _ceil_div(rows * block_bytes, _PART_BYTES))
+    part_bytes = _PART_BYTES if operands else _SWEEP_BYTES
+    parts = min(parts, _ceil_div(rows * block_bytes, part_bytes))
     part_rows = _ceil_div(_ceil_div(rows, parts), chunk_rows) * chunk_rows
     parts = _ceil_div(rows, part_rows)
     return Columns(

@@ -17,7 +17,6 @@ from .elements import (
     accumulate,
     as_accumulator,
     device_function,
-    kernel,
     load,
     load_scratch,
     scratch,
@@ -27,7 +26,7 @@ from .elements import (
     strict_function,
 )
 from .statistics import parameter, residual_times, row_moments, save
-from .tasks import last_task, next_task
+from .tasks import last_task, next_task, shared_kernel
 
 __all__ = [
     "add_up_blocks",
@@ -122,7 +121,7 @@ def _lag(x, length):
     return 1 if length * x.itemsize <= 4096 else 0
 
 
-@kernel
+@shared_kernel
 def normalize_rows(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, centered, batch, number, length, chunk_length, pieces, block, blocks,
@@ -157,7 +156,7 @@ def normalize_rows(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def squares_rows(
     board, me, x, partials, batch, number, length, chunk_length, pieces, block, blocks
 ):
@@ -172,7 +171,7 @@ def squares_rows(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def transform_rows(
     board, me, x, y, mean, residual, inv_std, weight, bias, streaming,
     batch, number, length, chunk_length, pieces, block, blocks,
@@ -244,7 +243,7 @@ def _clear(dweight, dbias, length):
     dbias[:length] = 0.0
 
 
-@kernel
+@shared_kernel
 def backward_rows(
     board, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
     streaming, batch, number, length, chunk_length, pieces, block, blocks,
@@ -283,7 +282,7 @@ def backward_rows(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def reduce_rows(
     board, me, dy, x, mean, residual, inv_std, weight, sums, partials,
     batch, number, length, chunk_length, pieces, block, blocks,
@@ -319,7 +318,7 @@ def reduce_rows(
         task = next_task(board, me)
 
 
-@kernel
+@shared_kernel
 def gradient_rows(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming,
     batch, number, length, chunk_length, pieces, block, blocks,
@@ -360,7 +359,7 @@ def _add_up(partials, k, inner, result, first, number, totals):
         store(result, first + i, as_accumulator(result, load_scratch(totals, i)))
 
 
-@kernel
+@shared_kernel
 def add_up_blocks(board, me, partials, inner, dweight, dbias, chunk):
     """Sums of `partials` over blocks and `inner` elements a channel; a task is `chunk` channels.
 

@@ -39,7 +39,7 @@ from .elements import (
 from .pieces import columns_piece, segments_chunk, segments_chunks, segments_start
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
-from .tasks import next_task
+from .tasks import next_task, shared_kernel
 
 __all__ = ["moments", "update_running"]
 
@@ -196,7 +196,7 @@ def segments_moments(
             merge_into(moments, i, count, mean, m2)
 
 
-@kernel
+@shared_kernel
 def _moments_segments(
     board, me, x, partials, batch, outer, group, inner,
     block, chunk_rows, chunk_length, part_chunks, parts,
@@ -347,7 +347,7 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
     return count, mean_of_all, m2_of_all
 
 
-@kernel
+@shared_kernel
 def _moments_columns(
     board, me, x, partials, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,

@@ -1,86 +1,108 @@
-"""The tasks of a call, which the threads that work on it share.
+"""The tasks of a call, which threads share without the interpreter lock.
 
-They lie in a *board*, an array with a row for each thread: (next, end) of the tasks that it
-has the first claim to, and what threads tell each other. All of it happens without the
-interpreter lock, in a few nanoseconds where waking a sleeping thread takes 50 us.
+A call is announced on a *board*: a header, and below it a row for each thread with (next, end)
+of the tasks that it has the first claim to. All of it happens in compiled code, in a fraction of
+a microsecond where waking a sleeping thread takes 50.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
+from numba.core.callconv import RETCODE_OK
 from numba.extending import intrinsic
 
 from .elements import device_function, kernel
 
-__all__ = ["last_task", "listen", "next_task", "ring", "shares", "sleeping_board", "withdraw"]
+__all__ = ["boards", "last_task", "listen", "next_task", "shared_kernel"]
 
-# Columns of a board, whose rows are whole cache lines.
-_NEXT, _END = 0, 1
-STATE = 2  # of the helper that this row is of: one of
-IDLE, BUSY, ASLEEP = 0, 1, 2
-TICKET, CALLED = 3, 4  # in row 0: number of the call, and how many threads it wants
-_COLUMNS = 8
+# What the words of a header are, in bytes from its begin; headers and rows are cache lines.
+_TICKET = 0  # number of the call
+_THREADS = 8  # that may take part in it, the caller included
+_FUNCTION, _ARGUMENTS = 16, 24  # what they call
+_INSIDE = 32  # how many helpers are in it; less by _CLOSED if no more may enter
+_FAILED = 40  # whether one has failed
+_TAKEN = 48  # whether the board is in use
+_OTHER = 56  # address of another board, or 0
+_CLOSED = 1 << 32
 
-# How often a thread looks before it gives up: for about half a millisecond.
-_LOOKS = 2000
+# The words of a row.
+_NEXT, _END = 0, 8
+_SEEN = 16  # ticket of the last call that the helper took part in
+_LINE = 64
+
+# How many callers at once find helpers; others do their work alone.
+_BOARDS = 4
+
+# How often a helper looks before it gives up: for about half a millisecond.
+_LOOKS = 8_000
+_LOOKS_PER_YIELD = 16
 
 _HAS_YIELD = hasattr(os, "sched_yield")
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
+_WORD = ir.IntType(64)
 
 
-def _place(context, builder, array_type, array, slot, column):
-    struct = context.make_array(array_type)(context, builder, array)
-    columns = ir.Constant(ir.IntType(64), _COLUMNS)
-    index = builder.add(builder.mul(slot, columns), column)
-    return builder.gep(struct.data, [index], inbounds=True)
-
-
-@intrinsic
-def _take(typing_context, board, slot):
-    """An atomic ``board[slot, _NEXT]++`` that returns the old value."""
-
-    def generate(context, builder, signature, arguments):
-        next_ = ir.Constant(ir.IntType(64), _NEXT)
-        place = _place(context, builder, signature.args[0], *arguments, next_)
-        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "acq_rel")
-
-    return types.int64(board, types.intp), generate
+def _place(builder, address):
+    return builder.inttoptr(address, _WORD.as_pointer())
 
 
 @intrinsic
-def _look(typing_context, board, slot, column):
-    """``board[slot, column]`` as it is now, and whatever was written before it."""
+def _look(typing_context, address):
+    """The word at an address as it is now, and whatever was written before it."""
 
     def generate(context, builder, signature, arguments):
-        place = _place(context, builder, signature.args[0], *arguments)
-        return builder.load_atomic(place, "acquire", 8)
+        return builder.load_atomic(_place(builder, *arguments), "acquire", 8)
 
-    return types.int64(board, types.intp, types.intp), generate
+    return types.int64(types.int64), generate
 
 
 @intrinsic
-def _tell(typing_context, board, slot, column, value):
-    """``board[slot, column] = value``, after whatever was written before."""
+def _tell(typing_context, address, value):
+    """Write a word, after whatever was written before."""
 
     def generate(context, builder, signature, arguments):
-        place = _place(context, builder, signature.args[0], *arguments[:3])
-        builder.store_atomic(arguments[3], place, "release", 8)
+        address, value = arguments
+        builder.store_atomic(value, _place(builder, address), "release", 8)
         return context.get_dummy_value()
 
-    return types.void(board, types.intp, types.intp, types.int64), generate
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
-def _pause(typing_context):
-    """Let others have the core for a moment, if there are any."""
+def _add(typing_context, address, value):
+    """Add to a word, and return what it was before; streaming stores are over then, too."""
+
+    def generate(context, builder, signature, arguments):
+        address, value = arguments
+        return builder.atomic_rmw("add", _place(builder, address), value, "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _exchange(typing_context, address, expected, value):
+    """Write a word if it is what is expected; whether it was."""
+
+    def generate(context, builder, signature, arguments):
+        address, expected, value = arguments
+        place = _place(builder, address)
+        found = builder.cmpxchg(place, expected, value, "acq_rel", "acquire")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _pause(typing_context, looks):
+    """Before the next look: rest, and now and then let others have the core."""
 
     def generate(context, builder, signature, arguments):
         def call(name, result):
@@ -88,45 +110,161 @@ def _pause(typing_context):
             builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
 
         if _IS_X86:
-            for _ in range(8):
-                call("llvm.x86.sse2.pause", ir.VoidType())
+            call("llvm.x86.sse2.pause", ir.VoidType())
         if _HAS_YIELD:
-            call("sched_yield", ir.IntType(32))
+            rest = builder.urem(arguments[0], _WORD(_LOOKS_PER_YIELD))
+            with builder.if_then(builder.icmp_unsigned("==", rest, _WORD(0)), likely=False):
+                call("sched_yield", ir.IntType(32))
         return context.get_dummy_value()
 
-    return types.void(), generate
+    return types.void(types.int64), generate
 
 
-@lru_cache(maxsize=1024)
-def shares(tasks: int, threads: int) -> Any:
-    """A board with tasks in equal shares, of which every call takes a copy."""
-    board = np.zeros((threads, _COLUMNS), np.int64)
-    for slot in range(threads):
-        board[slot, _NEXT] = tasks * slot // threads
-        board[slot, _END] = tasks * (slot + 1) // threads
-    return board
+@intrinsic
+def _own_board(typing_context):
+    """Address of a board for one thread, on the stack of the function that asks for it."""
+
+    def generate(context, builder, signature, arguments):
+        board = cgutils.alloca_once(builder, _WORD, size=2 * _LINE // 8)
+        return builder.ptrtoint(board, _WORD)
+
+    return types.int64(), generate
+
+
+_WORK = ir.FunctionType(_WORD, [_WORD, _WORD, _WORD])
+
+
+@intrinsic
+def _work(typing_context, function, arguments, board, me):
+    """Call what `_again` has made; whether that failed."""
+
+    def generate(context, builder, signature, values):
+        function = builder.inttoptr(values[0], _WORK.as_pointer())
+        return builder.call(function, values[1:])
+
+    return types.int64(*[types.int64] * 4), generate
+
+
+@intrinsic
+def _again(typing_context):
+    """(function, arguments): addresses of this very call of a kernel, for `_work`.
+
+    The arguments lie on the stack of the function that asks for them; board and me, the first
+    two, are those that `_work` is given.
+    """
+
+    def generate(context, builder, signature, _):
+        kernel = builder.function
+        values = context.call_conv.get_arguments(kernel)[2:]
+        pack = ir.LiteralStructType([value.type for value in values])
+        place = cgutils.alloca_once(builder, pack)
+        for i, value in enumerate(values):
+            builder.store(value, cgutils.gep_inbounds(builder, place, 0, i))
+
+        function = ir.Function(builder.module, _WORK, f"{kernel.name}.again")
+        function.linkage = "internal"
+        within = ir.IRBuilder(function.append_basic_block())
+        packed, *first = function.args
+        packed = within.inttoptr(packed, pack.as_pointer())
+        for i in range(len(values)):
+            first.append(within.load(cgutils.gep_inbounds(within, packed, 0, i)))
+        result, error = (within.alloca(argument.type.pointee) for argument in kernel.args[:2])
+        status = within.call(kernel, [result, error, *first])
+        within.ret(within.zext(within.icmp_unsigned("!=", status, RETCODE_OK), _WORD))
+        words = [builder.ptrtoint(pointer, _WORD) for pointer in (function, place)]
+        return context.make_tuple(builder, signature.return_type, words)
+
+    return types.UniTuple(types.int64, 2)(), generate
+
+
+@device_function
+def _row(board, thread):
+    return board + _LINE * (1 + thread)
+
+
+@device_function
+def _call(board, threads, tasks, function, arguments):
+    """Do a call on a board of one's own, beside helpers that hear of it; whether it failed."""
+    _tell(board + _THREADS, threads)
+    for thread in range(threads):
+        _tell(_row(board, thread) + _NEXT, tasks * thread // threads)
+        _tell(_row(board, thread) + _END, tasks * (thread + 1) // threads)
+    if threads == 1:
+        return _work(function, arguments, board, 0) != 0
+    _tell(board + _FUNCTION, function)
+    _tell(board + _ARGUMENTS, arguments)
+    _tell(board + _FAILED, 0)
+    _tell(board + _TICKET, _look(board + _TICKET) + 1)
+    _tell(board + _INSIDE, 0)
+    failed = _work(function, arguments, board, 0) != 0
+    _add(board + _INSIDE, -_CLOSED)
+    looks = 0
+    while _look(board + _INSIDE) != -_CLOSED:  # who is in has begun what is left
+        looks += 1
+        _pause(looks)
+    return failed or _look(board + _FAILED) != 0
+
+
+@device_function
+def _share(board, threads, tasks, function, arguments):
+    """Do a call, on the first board that is free; whether it failed."""
+    while threads > 1 and board != 0:
+        if _exchange(board + _TAKEN, 0, 1):
+            failed = _call(board, threads, tasks, function, arguments)
+            _tell(board + _TAKEN, 0)
+            return failed
+        board = _look(board + _OTHER)
+    return _call(_own_board(), 1, tasks, function, arguments)
+
+
+@device_function
+def _join(board, me):
+    """Take part in a call, if there is one for this helper; whether there was."""
+    seen = _row(board, me) + _SEEN
+    if _look(board + _TICKET) == _look(seen) or me >= _look(board + _THREADS):
+        return False
+    inside = _look(board + _INSIDE)
+    while inside >= 0 and not _exchange(board + _INSIDE, inside, inside + 1):
+        inside = _look(board + _INSIDE)
+    if inside < 0:
+        return False
+    # The call stays open from here on; but it may be a later one than that seen before.
+    ticket = _look(board + _TICKET)
+    wanted = ticket != _look(seen) and me < _look(board + _THREADS)
+    if wanted:
+        _tell(seen, ticket)
+        if _work(_look(board + _FUNCTION), _look(board + _ARGUMENTS), board, me) != 0:
+            _tell(board + _FAILED, 1)
+    _add(board + _INSIDE, -1)
+    return wanted
+
+
+@kernel
+def listen(board, me):
+    """Take part in the calls on this board and its others until there is none for a while."""
+    looks = 0
+    while looks < _LOOKS:
+        looks += 1
+        desk = board
+        while desk != 0:
+            if _join(desk, me):
+                looks = 0
+            desk = _look(desk + _OTHER)
+        _pause(looks)
 
 
 @device_function
 def _claim(board, me):
-    """(slot, task) of a task that is still to be had; the task is -1 if there is none.
-
-    The calling thread, the first, then waits a little for helpers that are still busy: to
-    leave the kernel it needs the interpreter lock, and so do they.
-    """
-    slots = board.shape[0]
-    for i in range(me, me + slots):
-        slot = i - slots if i >= slots else i
-        if _look(board, slot, _NEXT) < board[slot, _END]:
-            task = _take(board, slot)
-            if task < board[slot, _END]:
-                return slot, task
-    if me == 0:
-        looks = _LOOKS
-        for slot in range(1, slots):
-            while looks > 0 and _look(board, slot, STATE) == BUSY:
-                _pause()
-                looks -= 1
+    """(thread, task) of a task that is still to be had; the task is -1 if there is none."""
+    threads = _look(board + _THREADS)
+    for i in range(me, me + threads):
+        thread = i - threads if i >= threads else i
+        row = _row(board, thread)
+        end = _look(row + _END)
+        if _look(row + _NEXT) < end:
+            task = _add(row + _NEXT, 1)
+            if task < end:
+                return thread, task
     return 0, -1
 
 
@@ -145,53 +283,41 @@ def next_task(board, me):
 @device_function
 def last_task(board, me):
     """The same, of every thread's tasks the last one first."""
-    slot, task = _claim(board, me)
+    thread, task = _claim(board, me)
     if task < 0:
         return task
-    begin = board[slot - 1, _END] if slot > 0 else 0
-    return begin + board[slot, _END] - 1 - task
+    begin = _look(_row(board, thread - 1) + _END) if thread > 0 else 0
+    return begin + _look(_row(board, thread) + _END) - 1 - task
 
 
-def withdraw(board: Any) -> None:
-    """Leave no tasks to be taken."""
-    board[:, _NEXT] = board[-1, _END]
+def boards(threads: int) -> Any:
+    """Boards for calls in up to so many threads, as rows of words."""
+    words = _LINE // 8
+    size = _BOARDS * (1 + threads) * words
+    memory = np.zeros(size + words, np.int64)
+    start = -memory.ctypes.data % _LINE // 8
+    found = memory[start : start + size].reshape(_BOARDS, 1 + threads, words)
+    found[:, 0, _INSIDE // 8] = -_CLOSED
+    for board, other in pairwise(found):
+        board[0, _OTHER // 8] = other.ctypes.data
+    return found
 
 
-def sleeping_board(threads: int) -> Any:
-    """A board whose helpers are all asleep."""
-    board = np.zeros((threads, _COLUMNS), np.int64)
-    board[1:, STATE] = ASLEEP
-    return board
+def shared_kernel(function: Any) -> Any:
+    """A kernel whose tasks threads share: ``function(board, me, *arguments)`` takes them.
 
-
-@kernel
-def ring(board, tasks):
-    """Put the tasks of a call on a board that helpers `listen` at; how many of them are asleep.
-
-    The others hear of it when the calling thread takes its first task, and so has given the
-    interpreter lock away.
+    Python calls it with ``(board, -threads, tasks, *arguments)``; the board is the address of the
+    first of `boards`, or 0 for one thread.
     """
-    threads = tasks.shape[0]
-    asleep = 0
-    for slot in range(threads):
-        board[slot, _NEXT], board[slot, _END] = tasks[slot, _NEXT], tasks[slot, _END]
-        asleep += slot > 0 and _look(board, slot, STATE) == ASLEEP
-    board[0, CALLED] = threads
-    _tell(board, 0, TICKET, board[0, TICKET] + 1)
-    return asleep
-
-
-@kernel
-def listen(board, slot, ticket):
-    """Wait a while for the next call after `ticket` that wants this thread; whether one came."""
-    _tell(board, slot, STATE, IDLE)
-    for _ in range(_LOOKS):
-        if (
-            _look(board, 0, TICKET) != ticket
-            and slot < _look(board, 0, CALLED)
-            and _look(board, 0, _NEXT) > 0
-        ):
-            _tell(board, slot, STATE, BUSY)
-            return True
-        _pause()
-    return False
+    arguments = ", ".join(function.__code__.co_varnames[2 : function.__code__.co_argcount])
+    body = njit(inline="always")(function)
+    scope = {"__name__": __name__, "body": body, "share": _share, "again": _again}
+    exec(  # a function of *arguments takes longer to call
+        f"def {function.__name__}(board, me, tasks, {arguments}):\n"
+        "    if me >= 0:\n"
+        f"        body(board, me, {arguments})\n"
+        "    elif share(board, -me, tasks, *again()):\n"
+        "        raise MemoryError('no memory for the working arrays of a kernel')\n",
+        scope,
+    )
+    return kernel(scope[function.__name__], function)

@@ -51,7 +51,7 @@ from .statistics import (
     segments_moments,
     update_running,
 )
-from .tasks import last_task, next_task
+from .tasks import last_task, next_task, shared_kernel
 from .threads import get_num_threads
 
 __all__ = ["infer", "normalize", "transform"]
@@ -110,7 +110,7 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
     return staged
 
 
-@kernel
+@shared_kernel
 def _transform_segments(
     board, me, x, y, mean, residual, inv_std, weight, bias, streaming,
     batch, outer, group, inner, members, parameters, stretch,
@@ -138,7 +138,7 @@ def _transform_segments(
         task = last_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _normalize_segments(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, members, parameters, batch, outer, group, inner,
@@ -273,7 +273,7 @@ def _spread(
             spread(shift, member, channels * members, fold, length, block_shift)
 
 
-@kernel
+@shared_kernel
 def _transform_columns(
     board, me, x, y, mean, residual, inv_std, weight, bias, streaming, members, parameters,
     batch, outer, group, inner,
@@ -283,15 +283,18 @@ def _transform_columns(
     most = fold * block_channels * inner
     blocks = scratch(x, (3, most))
     block_mean, block_scale, block_shift = blocks[0], blocks[1], blocks[2]
+    known = -1
     task = last_task(board, me)
     while task >= 0:
         statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
-        _spread(
-            x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std,
-            weight, bias, block_mean, block_scale, block_shift,
-        )  # fmt: skip
+        if statistic != known:
+            _spread(
+                x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std,
+                weight, bias, block_mean, block_scale, block_shift,
+            )  # fmt: skip
+            known = statistic
         columns_transform(
             x, y, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, block_mean, block_scale, block_shift, streaming,
@@ -299,7 +302,7 @@ def _transform_columns(
         task = last_task(board, me)
 
 
-@kernel
+@shared_kernel
 def _normalize_columns(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, members, parameters, batch, outer, group, inner,
