@@ -449,14 +449,15 @@ class Operands:
         memory = cpu_memory if xp is np else xp
         self._xp = xp
         self.inputs = inputs
-        for array in (*inputs, like if out is None else out):
+        model = like if out is None else out
+        for array in inputs if inputs and inputs[0] is model else (*inputs, model):
             flags = array.flags  # is_plain, without a call for each
             if not (flags.c_contiguous and getattr(flags, "aligned", True)):
                 break
         else:  # the usual case, without detours
             self.order = axes(like.ndim)
             if out is None:
-                out = memory.empty(like.shape, like.dtype)
+                out = memory.empty_like(like)
             self.out = self._target = self._result = out
             return
         self._result = memory.empty_like(like) if out is None else out

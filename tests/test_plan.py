@@ -167,7 +167,7 @@ def test_last_level_cache(monkeypatch, tmp_path):
     """As Linux says it; elsewhere, and for nonsense, that of many processors."""
     from cunorm.cpu import memory, plan, transform
 
-    assert 0 < transform.STREAMING_BYTES <= 32 << 20
+    assert 0 < transform.STREAMING_BYTES <= 64 << 20
     assert 2 << 20 <= plan._RESIDENT_CHANNEL_BYTES <= 8 << 20
     monkeypatch.setattr(memory, "Path", lambda _: tmp_path)
     unknown = 128 << 20, 4 << 20

@@ -57,7 +57,7 @@ from .rows import (
     row_parameter,
 )
 from .statistics import NONE, parameter, reads_on, residual_times
-from .tasks import last_task, next_task, shared_kernel
+from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import (
     STREAMING_BYTES,
@@ -169,7 +169,7 @@ def _segments_sums(
 @shared_kernel
 def _reduce_segments(
     board, me, dy, x, dx, mean, inv_std, weight, partials, streaming,
-    batch, outer, group, inner, members, parameters,
+    /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one part of one block; `partials[channel, part]` gets the two sums.
@@ -227,7 +227,7 @@ def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, 
 @shared_kernel
 def _gradient_segments(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    streaming, batch, outer, group, inner, members, parameters, stretch,
+    streaming, /, batch, outer, group, inner, members, parameters, stretch,
 ):  # fmt: skip
     """A task is a stretch of memory; the last one goes first, being nearest."""
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
@@ -258,7 +258,7 @@ def _gradient_segments(
 @shared_kernel
 def _backward_segments(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
-    batch, outer, group, inner, members, parameters,
+    /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one block of statistics."""
@@ -418,7 +418,7 @@ def _spread_scales(
 
 @shared_kernel
 def _reduce_columns(
-    board, me, dy, x, dx, mean, inv_std, weight, partials, streaming, members, parameters,
+    board, me, dy, x, dx, mean, inv_std, weight, partials, streaming, /, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -503,7 +503,7 @@ def _spread_shares(
 @shared_kernel
 def _gradient_columns(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    streaming, members, parameters, batch, outer, group, inner,
+    streaming, /, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
@@ -533,7 +533,7 @@ def _gradient_columns(
 @shared_kernel
 def _backward_columns(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
-    members, parameters, batch, outer, group, inner,
+    /, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one block of whole channels."""
@@ -636,7 +636,11 @@ def _fused(geometry: Geometry, itemsize: int, threads: int):
     assert not isinstance(cut, Rows)
     if not stays_near(cut, threads):
         return None
-    return _BACKWARD[type(cut)], cut.resident_tasks, (*_extents(cut, geometry), *cut.arguments)
+    return (
+        _BACKWARD[type(cut)],
+        cut.resident_tasks,
+        numbers(*_extents(cut, geometry), *cut.arguments),
+    )
 
 
 def _extents(cut, geometry: Geometry):
@@ -658,7 +662,7 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
     run(
         _REDUCE[type(cut)], cut.tasks, 2 * x.nbytes, flat(dy), flat(x),
         flat(x)[:0] if out is None else flat(out), mean, inv_std, weight, partials,
-        x.nbytes > STREAMING_BYTES, *_extents(cut, geometry), *cut.arguments,
+        3 * x.nbytes > STREAMING_BYTES, numbers(*_extents(cut, geometry), *cut.arguments),
     )  # fmt: skip
     sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
     _finish_sums(partials, geometry.members, residual, sum_dy, sum_dy_xmu)
@@ -680,7 +684,7 @@ def _sums_and_gradient(dy, x, mean, residual, inv_std, weight, geometry: Geometr
         sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
         run(
             kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out), mean, residual, inv_std,
-            weight, sum_dy, sum_dy_xmu, x.nbytes > STREAMING_BYTES, *last,
+            weight, sum_dy, sum_dy_xmu, 3 * x.nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
     return sum_dy, sum_dy_xmu
 
@@ -691,7 +695,7 @@ def _backward_rows(
 ):  # fmt: skip
     """Gradients as `backward` has them, of rows; flat dweight and dbias, empty if not wanted."""
     statistics = mean, residual, inv_std
-    streaming = x.nbytes > STREAMING_BYTES
+    streaming = 3 * x.nbytes > STREAMING_BYTES
     extents = row_extents(geometry)
     _, number, length = extents
     gradients = dweight.size + dbias.size > 0
@@ -700,19 +704,19 @@ def _backward_rows(
         run(
             backward_rows, cut.resident_tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
             *statistics, weight, centered, gradients, partials, streaming,
-            *extents, *cut.arguments,
+            numbers(*extents, *cut.arguments),
         )  # fmt: skip
     else:
         partials = np.empty((1, 2, number * length), mean.dtype)
         sums = np.empty((geometry.statistics, cut.pieces, 2))
         run(
             reduce_rows, number * cut.pieces, 2 * x.nbytes, flat(dy), flat(x),
-            *statistics, weight, sums, partials, *extents, *cut.arguments,
+            *statistics, weight, sums, partials, numbers(*extents, *cut.arguments),
         )  # fmt: skip
         if out is not None:
             run(
                 gradient_rows, cut.tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
-                *statistics, weight, sums, centered, streaming, *extents, *cut.arguments,
+                *statistics, weight, sums, centered, streaming, numbers(*extents, *cut.arguments),
             )  # fmt: skip
     if gradients:
         chunk = 1024
@@ -739,15 +743,15 @@ def input_gradient(
     cut = plan(geometry, x.itemsize, 2)
     if isinstance(cut, Segments):
         tasks, stretch = stretches(geometry, x.itemsize)
-        kernel, last = _gradient_segments, (*geometry, stretch)
+        kernel, last = _gradient_segments, numbers(*geometry, stretch)
     else:
-        last = (*_extents(cut, geometry), *cut.arguments)
+        last = numbers(*_extents(cut, geometry), *cut.arguments)
         kernel, tasks = _gradient_columns, cut.tasks
     run(
         kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
         mean, NONE[mean.dtype] if residual is None else residual, inv_std,
         parameter(weight, mean.dtype), sum_dy, sum_dy_xmu, float(count),
-        x.nbytes > STREAMING_BYTES, *last,
+        3 * x.nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ from .plan import Columns, Rows, Segments, plan, rows_plan, stays_near
 from .pool import run
 from .rows import add_up_blocks, row_extents, row_parameter
 from .statistics import NONE, parameter, residual_times
-from .tasks import last_task, next_task, shared_kernel
+from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES
 
@@ -300,7 +300,7 @@ def _segments_sums(
 @shared_kernel
 def _reduce_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
-    streaming, batch, outer, group, inner, members, parameters,
+    streaming, /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one part of one block; `partials[channel, part]` gets the sums.
@@ -336,7 +336,7 @@ def _reduce_segments(
 @shared_kernel
 def _transform_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums,
-    streaming, batch, outer, group, inner, members, parameters,
+    streaming, /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one part of one block; the last one goes first, being nearest."""
@@ -360,7 +360,7 @@ def _transform_segments(
 @shared_kernel
 def _double_backward_segments(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, ddweight,
-    streaming, batch, outer, group, inner, members, parameters,
+    streaming, /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one block of whole channels."""
@@ -588,7 +588,7 @@ def _spread_coefficients(
 @shared_kernel
 def _reduce_columns(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
-    streaming, batch, outer, group, inner,
+    streaming, /, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; `partials[channel, part]` gets the sums.
@@ -637,7 +637,7 @@ def _reduce_columns(
 @shared_kernel
 def _transform_columns(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums,
-    streaming, batch, outer, group, inner,
+    streaming, /, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
@@ -667,7 +667,7 @@ def _transform_columns(
 @shared_kernel
 def _double_backward_columns(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, ddweight,
-    streaming, batch, outer, group, inner,
+    streaming, /, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one block of whole channels."""
@@ -815,7 +815,7 @@ def _write_row_sums(g, dy, x, start, length, mean, weight, gweight, to_weight, s
 @shared_kernel
 def _double_backward_rows(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, partials,
-    streaming, batch, number, length, chunk_length, pieces, block, blocks,
+    streaming, /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples; `partials[block, 0]` gets its part of ddweight."""
     sums, of_piece = np.empty(_ROW_SUMS), np.empty(_ROW_SUMS)
@@ -844,7 +844,7 @@ def _double_backward_rows(
 @shared_kernel
 def _reduce_rows(
     board, me, g, dy, x, mean, weight, gweight, sums,
-    batch, number, length, chunk_length, pieces, block, blocks,
+    /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; `sums[row, piece]` gets its sums."""
     task = next_task(board, me)
@@ -860,7 +860,7 @@ def _reduce_rows(
 @shared_kernel
 def _transform_rows(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums, partials,
-    streaming, batch, number, length, chunk_length, pieces, block, blocks,
+    streaming, /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of all rows; `partials[0, 0]` gets that of ddweight."""
     of_row, of_block, total = np.empty(_ROW_SUMS), scratch(x, chunk_length), np.empty(chunk_length)
@@ -903,7 +903,7 @@ def _fused(geometry: Geometry, itemsize: int, threads: int):
     assert not isinstance(cut, Rows)
     if not stays_near(cut, threads):
         return None
-    return _FUSED[type(cut)], cut.resident_tasks, (*_extents(cut, geometry), *cut.arguments)
+    return _FUSED[type(cut)], cut.resident_tasks, numbers(*_extents(cut, geometry), *cut.arguments)
 
 
 def _extents(cut, geometry: Geometry):
@@ -926,8 +926,8 @@ def double_backward(
     ddweight = NONE[dtype] if ddweight is None else flat(ddweight)
     arrays: list[Any] = [flat(array) for array in (dy, x, ddy, ddx)]
     arrays.insert(0, None if gdx is None else flat(gdx))
-    streaming = x.nbytes > STREAMING_BYTES
     nbytes = 5 * x.nbytes
+    streaming = nbytes > STREAMING_BYTES
     if geometry.batch > 1 or geometry.members > 1:
         parameters = [
             row_parameter(array, dtype, geometry, absent)
@@ -940,21 +940,21 @@ def double_backward(
     fused = _fused(geometry, x.itemsize, get_num_threads()) if training else None
     if fused is not None:
         kernel, tasks, last = fused
-        run(kernel, tasks, nbytes, *arrays, *given, ddweight, streaming, *last)
+        run(kernel, tasks, nbytes, *arrays, *given, ddweight, streaming, last)
         return
     cut = plan(geometry, x.itemsize, 3 if training else 0)
     assert not isinstance(cut, Rows)
-    last = (*_extents(cut, geometry), *cut.arguments)
+    last = numbers(*_extents(cut, geometry), *cut.arguments)
     partials = np.empty((geometry.group, cut.parts, _SUMS))
     outputs = [output[:0] if training else output for output in arrays[3:]]
     run(
         _REDUCE[type(cut)], cut.tasks, nbytes, *arrays[:3], *outputs, *given, partials, streaming,
-        *last,
+        last,
     )  # fmt: skip
     sums = np.empty((geometry.group, _SUMS))
     _finish_sums(partials, training, residual, inv_std, sums, ddweight)
     if training:
-        run(_TRANSFORM[type(cut)], cut.tasks, nbytes, *arrays, *given, sums, streaming, *last)
+        run(_TRANSFORM[type(cut)], cut.tasks, nbytes, *arrays, *given, sums, streaming, last)
 
 
 def _of_rows(arrays, mean, residual, inv_std, parameters, geometry: Geometry, ddweight, streaming):
@@ -967,18 +967,18 @@ def _of_rows(arrays, mean, residual, inv_std, parameters, geometry: Geometry, dd
         partials = np.empty((cut.blocks, 1, length), mean.dtype)
         run(
             _double_backward_rows, cut.resident_tasks, nbytes, *arrays, *given, partials,
-            streaming, *extents, *cut.arguments,
+            streaming, numbers(*extents, *cut.arguments),
         )  # fmt: skip
     else:
         partials = np.empty((1, 1, length), mean.dtype)
         sums = np.empty((geometry.statistics, cut.pieces, _ROW_SUMS))
         run(
             _reduce_rows, cut.tasks, nbytes, *arrays[:3], mean, *parameters[:2], sums,
-            *extents, *cut.arguments,
+            numbers(*extents, *cut.arguments),
         )  # fmt: skip
         run(
             _transform_rows, cut.pieces, nbytes, *arrays, *given, sums, partials, streaming,
-            *extents, *cut.arguments,
+            numbers(*extents, *cut.arguments),
         )  # fmt: skip
     if ddweight.size:
         chunk = 1024

@@ -124,7 +124,7 @@ def _lag(x, length):
 @shared_kernel
 def normalize_rows(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-    streaming, centered, batch, number, length, chunk_length, pieces, block, blocks,
+    streaming, /, centered, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g; `statistics` gets what `save` writes.
 
@@ -158,7 +158,7 @@ def normalize_rows(
 
 @shared_kernel
 def squares_rows(
-    board, me, x, partials, batch, number, length, chunk_length, pieces, block, blocks
+    board, me, x, partials, /, batch, number, length, chunk_length, pieces, block, blocks
 ):
     """A task is one piece of a row; `partials[row, piece]` gets (count, 0, sum of squares)."""
     task = next_task(board, me)
@@ -173,7 +173,7 @@ def squares_rows(
 
 @shared_kernel
 def transform_rows(
-    board, me, x, y, mean, residual, inv_std, weight, bias, streaming,
+    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, /,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
@@ -246,7 +246,7 @@ def _clear(dweight, dbias, length):
 @shared_kernel
 def backward_rows(
     board, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
-    streaming, batch, number, length, chunk_length, pieces, block, blocks,
+    streaming, /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g.
 
@@ -285,7 +285,7 @@ def backward_rows(
 @shared_kernel
 def reduce_rows(
     board, me, dy, x, mean, residual, inv_std, weight, sums, partials,
-    batch, number, length, chunk_length, pieces, block, blocks,
+    /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of the rows of one g in all samples.
 
@@ -320,7 +320,7 @@ def reduce_rows(
 
 @shared_kernel
 def gradient_rows(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming, /,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""

@@ -39,7 +39,7 @@ from .elements import (
 from .pieces import columns_piece, segments_chunk, segments_chunks, segments_start
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
-from .tasks import next_task, shared_kernel
+from .tasks import next_task, numbers, shared_kernel
 
 __all__ = ["moments", "update_running"]
 
@@ -54,7 +54,7 @@ def parameter(array, dtype, offset=0.0):
     """A parameter of any floating dtype and strides plus an offset, or None, for kernels."""
     if array is None:
         return NONE[dtype]
-    if offset == 0.0 and array.dtype == dtype and array.flags.c_contiguous:
+    if not offset and array.dtype is dtype and array.flags.c_contiguous:  # as a rule
         return array
     with np.errstate(all="ignore"):
         values = np.ascontiguousarray(array, dtype)
@@ -198,7 +198,7 @@ def segments_moments(
 
 @shared_kernel
 def _moments_segments(
-    board, me, x, partials, batch, outer, group, inner,
+    board, me, x, partials, /, batch, outer, group, inner,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
@@ -349,7 +349,7 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
 
 @shared_kernel
 def _moments_columns(
-    board, me, x, partials, batch, outer, group, inner,
+    board, me, x, partials, /, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
@@ -424,7 +424,14 @@ def partial_moments(x, geometry: Geometry):
     merged = geometry.merged()
     cut = statistics_plan(geometry, x.itemsize)
     partials = np.empty((geometry.statistics, cut.parts, 3))
-    run(_MOMENTS[type(cut)], cut.tasks, x.nbytes, flat(x), partials, *merged[:4], *cut.arguments)
+    run(
+        _MOMENTS[type(cut)],
+        cut.tasks,
+        x.nbytes,
+        flat(x),
+        partials,
+        numbers(*merged[:4], *cut.arguments),
+    )
     return partials
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from numba.extending import intrinsic
 
 from .elements import device_function, kernel
 
-__all__ = ["boards", "last_task", "listen", "next_task", "shared_kernel"]
+__all__ = ["boards", "last_task", "listen", "next_task", "numbers", "shared_kernel"]
 
 # What the words of a header are, in bytes from its begin; headers and rows are cache lines.
 _TICKET = 0  # number of the call
@@ -303,19 +304,30 @@ def boards(threads: int) -> Any:
     return found
 
 
-def shared_kernel(function: Any) -> Any:
-    """A kernel whose tasks threads share: ``function(board, me, *arguments)`` takes them.
+@lru_cache(maxsize=1024)
+def numbers(*values: int) -> Any:
+    """The numbers of a plan as a shared kernel is given them."""
+    return np.array(values, np.int64)
 
-    Python calls it with ``(board, -threads, tasks, *arguments)``; the board is the address of the
-    first of `boards`, or 0 for one thread.
+
+def shared_kernel(function: Any) -> Any:
+    """A kernel whose tasks threads share: ``function(board, me, ..., /, ...)`` takes them.
+
+    Python calls it with ``(board, -threads, tasks, ...)``, where the board is the address of the
+    first of `boards`, or 0 for one thread. What comes after the ``/``, numbers of a plan,
+    is one array of integers then, since that is faster to hand over.
     """
-    arguments = ", ".join(function.__code__.co_varnames[2 : function.__code__.co_argcount])
+    code = function.__code__
+    names = code.co_varnames[2 : code.co_argcount]
+    apart = max(0, code.co_posonlyargcount - 2) or len(names)
+    given = ", ".join((*names[:apart], "numbers")) if apart < len(names) else ", ".join(names)
+    inner = (*names[:apart], *(f"numbers[{i}]" for i in range(len(names) - apart)))
     body = njit(inline="always")(function)
     scope = {"__name__": __name__, "body": body, "share": _share, "again": _again}
     exec(  # a function of *arguments takes longer to call
-        f"def {function.__name__}(board, me, tasks, {arguments}):\n"
+        f"def {function.__name__}(board, me, tasks, {given}):\n"
         "    if me >= 0:\n"
-        f"        body(board, me, {arguments})\n"
+        f"        body(board, me, {', '.join(inner)})\n"
         "    elif share(board, -me, tasks, *again()):\n"
         "        raise MemoryError('no memory for the working arrays of a kernel')\n",
         scope,

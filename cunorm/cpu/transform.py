@@ -51,14 +51,14 @@ from .statistics import (
     segments_moments,
     update_running,
 )
-from .tasks import last_task, next_task, shared_kernel
+from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 
 __all__ = ["infer", "normalize", "transform"]
 
-# Outputs at least this large bypass the caches: they would push out the data
-# still to be read and be gone themselves before anyone reads them.
-STREAMING_BYTES = min(32 << 20, last_level_cache()[0] // 4)
+# Where the arrays of a call are larger than this together, its output bypasses the caches: it
+# would push out the data still to be read and be gone itself before anyone reads it.
+STREAMING_BYTES = min(64 << 20, last_level_cache()[0] // 4 * 3)
 
 # Of a row that lies apart from the one before; the rest is fetched ahead by the hardware.
 _FETCHED_BYTES = 512
@@ -112,7 +112,7 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
 
 @shared_kernel
 def _transform_segments(
-    board, me, x, y, mean, residual, inv_std, weight, bias, streaming,
+    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, /,
     batch, outer, group, inner, members, parameters, stretch,
 ):  # fmt: skip
     """A task is a stretch of memory; the last one goes first, being nearest."""
@@ -141,7 +141,7 @@ def _transform_segments(
 @shared_kernel
 def _normalize_segments(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-    streaming, members, parameters, batch, outer, group, inner,
+    streaming, /, members, parameters, batch, outer, group, inner,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one block of statistics; `statistics` gets what `save` writes.
@@ -275,7 +275,7 @@ def _spread(
 
 @shared_kernel
 def _transform_columns(
-    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, members, parameters,
+    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, /, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
@@ -305,7 +305,7 @@ def _transform_columns(
 @shared_kernel
 def _normalize_columns(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-    streaming, members, parameters, batch, outer, group, inner,
+    streaming, /, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one block of whole channels; `statistics` gets what `save` writes."""
@@ -387,13 +387,15 @@ def _sweep(geometry: Geometry, itemsize: int):
     """(kernel, tasks, last arguments) to transform with given statistics."""
     cut = plan(geometry, itemsize, 0)
     if isinstance(cut, Rows):
-        return transform_rows, cut.tasks, (*row_extents(geometry), *cut.arguments)
+        return transform_rows, cut.tasks, numbers(*row_extents(geometry), *cut.arguments)
     if isinstance(cut, Segments):
         tasks, stretch = stretches(geometry, itemsize)
-        return _transform_segments, tasks, (*geometry, stretch)
-    return _transform_columns, cut.tasks, (
-        *geometry[4:], *geometry.merged()[:4], *cut.arguments,
-    )  # fmt: skip
+        return _transform_segments, tasks, numbers(*geometry, stretch)
+    return (
+        _transform_columns,
+        cut.tasks,
+        numbers(*geometry[4:], *geometry.merged()[:4], *cut.arguments),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -403,14 +405,16 @@ def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int):
     if isinstance(cut, Rows):
         if not cut.resident:
             return None
-        arguments = (centered, *row_extents(geometry), *cut.arguments)
+        arguments = numbers(centered, *row_extents(geometry), *cut.arguments)
         return normalize_rows, cut.resident_tasks, arguments
     merged = statistics_plan(geometry, itemsize)
     if not stays_near(merged, threads):
         return None
-    return _NORMALIZE[type(merged)], merged.resident_tasks, (
-        *geometry[4:], *geometry.merged()[:4], *merged.arguments,
-    )  # fmt: skip
+    return (
+        _NORMALIZE[type(merged)],
+        merged.resident_tasks,
+        numbers(*geometry[4:], *geometry.merged()[:4], *merged.arguments),
+    )
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
@@ -430,7 +434,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
         np.zeros(geometry.statistics, dtype) if mean is None else mean,
         NONE[dtype] if residual is None else residual,
         np.ones(geometry.statistics, dtype) if inv_std is None else inv_std,
-        weight, bias, x.nbytes > STREAMING_BYTES, *last,
+        weight, bias, 2 * x.nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
 
@@ -440,8 +444,11 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     Returns mean, inv_std and residual (what rounding took from the mean) in the accumulator
     type.
     """
-    statistics = np.empty((3, geometry.statistics), statistics_dtype(x.dtype))
-    _given_statistics(flat(dense(running_mean)), flat(dense(running_var)), eps, statistics)
+    dtype = statistics_dtype(x.dtype)
+    statistics = np.empty((3, geometry.statistics), dtype)
+    given_mean = running_mean if _are_plain(running_mean, dtype) else flat(dense(running_mean))
+    given_var = running_var if _are_plain(running_var, dtype) else flat(dense(running_var))
+    _given_statistics(given_mean, given_var, eps, statistics)
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]  # unpacking is slower
     transform(x, mean, residual, inv_std, weight, bias, geometry, out)
     return mean, inv_std, residual
@@ -476,7 +483,7 @@ def normalize(
             partials = np.empty((geometry.statistics, cut.pieces, 3))
             run(
                 squares_rows, cut.tasks, x.nbytes, flat(x), partials,
-                *row_extents(geometry), *cut.arguments,
+                numbers(*row_extents(geometry), *cut.arguments),
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
         transform(x, statistics[0], statistics[2], statistics[1], weight, bias, geometry, out)
@@ -489,7 +496,7 @@ def normalize(
             weight, bias = parameter(weight, dtype), parameter(bias, dtype)
         run(
             kernel, tasks, 2 * x.nbytes, flat(x), flat(out), weight, bias, mean, var,
-            eps, scale, factor, statistics, x.nbytes > STREAMING_BYTES, *last,
+            eps, scale, factor, statistics, 2 * x.nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
     if mean is not running_mean and running_mean is not None:
         center = statistics[0]
@@ -502,5 +509,5 @@ def normalize(
 
 
 def _are_plain(running, dtype):
-    """Whether running statistics lie as `blend_running` takes them."""
+    """Whether running statistics lie as kernels take those of the accumulator type."""
     return running is not None and running.dtype is dtype and running.flags.carray
