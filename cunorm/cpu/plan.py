@@ -69,6 +69,11 @@ _LEAST_BLOCK_BYTES = 64
 _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
 
+# Arrays of so many bytes, worth several threads but too small for several parts, are cut into
+# more blocks, of so many positions at least.
+_SHARED_BYTES = 128 << 10
+_SHARED_POSITIONS = 256
+
 # A position costs about as much as so many of its elements: rows are folded as far as so many
 # are left, or to so many positions.
 _FOLDED_ROWS = 16
@@ -270,7 +275,10 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
         fold = min(fold, few, outer)
         fold = fold // unit * unit or fold
         fold = 1 if row_positions >= _FOLDED_POSITIONS else fold
-        block_channels = min(group, max(least, _MOST_BLOCK_POSITIONS // inner // least * least))
+        most = _MOST_BLOCK_POSITIONS
+        if operands and _SHARED_BYTES <= outer * row_bytes <= _PART_BYTES:
+            most = min(most, max(_SHARED_POSITIONS, row_positions // 4))
+        block_channels = min(group, max(least, most // inner // least * least))
         if fold > 1:
             block_channels = group
     rows, tail_rows = divmod(outer, fold)
