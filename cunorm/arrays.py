@@ -450,7 +450,8 @@ class Operands:
         self._xp = xp
         self.inputs = inputs
         model = like if out is None else out
-        for array in inputs if inputs and inputs[0] is model else (*inputs, model):
+        asked = inputs if inputs and inputs[0] is model else (*inputs, model)
+        for array in asked:
             flags = array.flags  # is_plain, without a call for each
             if not (flags.c_contiguous and getattr(flags, "aligned", True)):
                 break

@@ -147,18 +147,28 @@ def count_tasks(board, me, counts):
 
 
 @njit
-def wait_for(address, value):
+def wait_for(address, value, looks):
     """Wait for a word, but not for ever."""
-    looks = 0
-    while looks < 1 << 30 and tasks._look(address) < value:
-        looks += 1
+    while looks > 0 and tasks._look(address) < value:
+        looks -= 1
+        tasks._pause(looks)
 
 
-def meet(board, me, places):
+def meet(board, me, places, looks):
     """Everybody takes a task and waits for the others."""
     if tasks.next_task(board, me) >= 0:
         tasks._add(places, 1)
-        wait_for(places, 2)
+        wait_for(places, 2, looks)
+
+
+PATIENCE = 1 << 30  # a minute at least
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 7])
@@ -215,21 +225,47 @@ def test_helpers_take_part(threads):
     kernel = kernel_of(meet)
     threads(2)
     places = np.full(1, 2, np.int64)
-    pool.run(kernel, 2, 1 << 30, places.ctypes.data)  # compiles it
-    time.sleep(0.1)
-    assert pool._pool.asleep == {1}
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)  # compiles it
+    until(lambda: pool._pool.asleep)
     places[:] = 0
-    pool.run(kernel, 2, 1 << 30, places.ctypes.data)
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)
     assert places[0] == 2
     heard = 0
     for _ in range(1000):  # it listens for half a millisecond, which may be over on a busy machine
         places[:] = 0
-        kernel(pool._pool.address, -2, 2, places.ctypes.data)
+        kernel(pool._pool.address, -2, 2, places.ctypes.data, 10_000)
         heard += places[0] == 2
         if heard:
             break
-        pool.run(kernel, 2, 1 << 30, places.ctypes.data)
+        pool.run(kernel, 2, 1 << 30, places.ctypes.data, 10_000)
     assert heard
+
+
+def test_call_between_listening_and_sleeping(threads, monkeypatch):
+    """A helper that says too late that it sleeps has been rung for by nobody."""
+    kernel = kernel_of(meet)
+    threads(2)
+    places = np.full(1, 2, np.int64)
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)
+    helpers = pool._pool
+    until(lambda: helpers.asleep)
+    heard, goes_on = threading.Event(), threading.Event()
+    listen = pool.listen
+
+    def listen_and_wait(address, me, looks):
+        listen(address, me, looks)
+        if looks > 1:
+            heard.set()
+            assert goes_on.wait(60)
+
+    monkeypatch.setattr(pool, "listen", listen_and_wait)
+    helpers.bells[0].put(True)
+    assert heard.wait(60)
+    assert not helpers.asleep
+    places[:] = 0
+    goes_on.set()  # and the lock is free when the kernel runs
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)
+    assert places[0] == 2
 
 
 def test_small_calls_wake_helpers_when_they_come_soon(threads):
@@ -239,8 +275,7 @@ def test_small_calls_wake_helpers_when_they_come_soon(threads):
     pool.run(kernel, 2, 1 << 30, counts)
     helpers = pool._pool
     for soon in (True, False):
-        while not helpers.asleep:
-            time.sleep(0.001)
+        until(lambda: helpers.asleep)
         helpers.last = np.inf if soon else -np.inf
         rung = []
         bells, helpers.bells = helpers.bells, [SimpleNamespace(put=rung.append)]
@@ -272,13 +307,11 @@ def test_helpers_of_another_number_of_threads_end(threads):
     for number in (4, 2):
         threads(number)
         pool.run(kernel, 5, 1 << 30, np.zeros(5, np.int64))
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        alive = [t.name for t in threading.enumerate() if t.name.startswith("cunorm_")]
-        if alive == ["cunorm_1"]:
-            return
-        time.sleep(0.01)
-    raise AssertionError(alive)
+    until(
+        lambda: (
+            [t.name for t in threading.enumerate() if t.name.startswith("cunorm_")] == ["cunorm_1"]
+        )
+    )
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -288,7 +321,7 @@ def test_error_in_a_kernel(threads, who):
     def fail(board, me, places, who):
         if tasks.next_task(board, me) >= 0:
             tasks._add(places, 1)
-            wait_for(places, 2)
+            wait_for(places, 2, PATIENCE)
             if me == who:
                 raise MemoryError("at work")
 
@@ -304,6 +337,72 @@ def test_error_in_a_kernel(threads, who):
         counts = np.zeros(5, np.int64)
         pool.run(counting, 5, 1 << 30, counts)
         assert (counts == 1).all()
+
+
+def test_error_of_a_helper_without_tasks(threads):
+    """The others have done its work."""
+
+    def fail(board, me, places):
+        if me == 1:
+            tasks._add(places, 1)
+            raise MemoryError("before work")
+        wait_for(places, 1, PATIENCE)
+        while tasks.next_task(board, me) >= 0:
+            tasks._add(places, 1)
+
+    kernel = kernel_of(fail)
+    threads(2)
+    places = np.ones(1, np.int64)
+    pool.run(kernel, 4, 1 << 30, places.ctypes.data)  # compiles it
+    places[:] = 0
+    until(lambda: pool._pool.asleep)
+    pool.run(kernel, 4, 1 << 30, places.ctypes.data)
+    assert places[0] == 5
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_signals_while_helpers_start(interrupts):
+    """Their handler interrupts, or calls us itself: nothing hangs, and no helper is left over."""
+    code = (
+        f"interrupts = {interrupts}"
+        + """
+import faulthandler, random, signal, threading, time
+faulthandler.dump_traceback_later(60, exit=True)
+import numpy as np, cunorm
+
+armed = False
+
+def handler(*_):
+    if not interrupts:
+        cunorm.batch_norm_forward(x)
+    elif armed:
+        raise KeyboardInterrupt
+
+x = np.random.default_rng(0).standard_normal((16, 64, 1024), dtype=np.float32)
+expected = cunorm.batch_norm_forward(x)[0]
+signal.signal(signal.SIGALRM, handler)
+for i in range(400):
+    cunorm.set_num_threads(2 + i % 2)
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+        cunorm.batch_norm_forward(x)
+        armed = False
+    except KeyboardInterrupt:
+        armed = False
+signal.setitimer(signal.ITIMER_REAL, 0)
+cunorm.set_num_threads(4)
+assert (cunorm.batch_norm_forward(x)[0] == expected).all()
+end = time.monotonic() + 30
+while threading.active_count() > 4:
+    assert time.monotonic() < end, threading.enumerate()
+    time.sleep(0.01)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")

@@ -44,26 +44,26 @@ _HALF, _UINT16, _INT16 = np.dtype(np.float16), np.dtype(np.uint16), np.dtype(np.
 #: What every kernel and every function it calls is compiled with. Contraction
 #: to fused multiply-adds is the only liberty: reassociation would turn
 #: sum(x - pivot) into sum(x) - n * pivot, and the digits would be gone.
-OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+_OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 
 #: Of functions that Python does not call: nothing that it would call is compiled.
-WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 #: A function that kernels call, compiled into them. Calls of those that the compiler thinks
 #: too large would count references to every array that they take, in atomic operations.
-device_function = njit(forceinline=True, _nrt=False, **WITHIN, **OPTIONS)
+device_function = njit(forceinline=True, _nrt=False, **_WITHIN, **_OPTIONS)
 
 #: The same without contraction: the same bits whatever code it is compiled into.
 #: Several kernels fold the same partial results and must agree about them.
-strict_function = njit(forceinline=True, _nrt=False, nogil=True, error_model="numpy", **WITHIN)
+strict_function = njit(forceinline=True, _nrt=False, nogil=True, error_model="numpy", **_WITHIN)
 
 
 def kernel(function, source=None):
     """A function that Python calls: compiled once per machine, then cached on disk.
 
-    Its copies there have the name of `source`, another function that says the same.
+    Its copies there have the name of `source`, the function that it was made from, if any.
     """
-    compiled = njit(**OPTIONS)(function)
+    compiled = njit(**_OPTIONS)(function)
     try:
         compiled._cache = KernelCache(source or function)
     except RuntimeError as error:

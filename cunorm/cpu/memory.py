@@ -117,7 +117,7 @@ class _Lease:
         self._block = block
         self.__array_interface__ = {
             "version": 3,
-            "data": (np.frombuffer(block, np.uint8).ctypes.data, False),
+            "data": (np.frombuffer(block, np.uint8).__array_interface__["data"][0], False),
             "shape": (number,),
             "typestr": f"|V{itemsize}",
         }

@@ -70,8 +70,9 @@ _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
 
 # Arrays of so many bytes, worth several threads but too small for several parts, are cut into
-# more blocks, of so many positions at least.
+# four blocks, but of so many positions at least.
 _SHARED_BYTES = 128 << 10
+_SHARED_BLOCKS = 4
 _SHARED_POSITIONS = 256
 
 # A position costs about as much as so many of its elements: rows are folded as far as so many
@@ -79,9 +80,10 @@ _SHARED_POSITIONS = 256
 _FOLDED_ROWS = 16
 _LEAST_POSITIONS = 64
 
-# A part is worth a task of its own from about 256 KiB on; 32 parts a channel
-# keep the memory for partial results under 1 KiB a channel. A task of columns spreads its
-# channels' numbers to their positions first; 256 of them keep threads busy enough.
+# A part with partial results is worth a task of its own from about 256 KiB on, one without
+# from 64 KiB; 32 parts a channel keep the memory for partial results under 1 KiB a channel. A
+# task of columns spreads its channels' numbers to their positions first; 256 of them keep threads
+# busy enough.
 _PART_BYTES = 256 << 10
 _SWEEP_BYTES = 64 << 10
 _MOST_PARTS = 32
@@ -277,7 +279,7 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
         fold = 1 if row_positions >= _FOLDED_POSITIONS else fold
         most = _MOST_BLOCK_POSITIONS
         if operands and _SHARED_BYTES <= outer * row_bytes <= _PART_BYTES:
-            most = min(most, max(_SHARED_POSITIONS, row_positions // 4))
+            most = min(most, max(_SHARED_POSITIONS, row_positions // _SHARED_BLOCKS))
         block_channels = min(group, max(least, most // inner // least * least))
         if fold > 1:
             block_channels = group

@@ -6,8 +6,9 @@ layers would abort the process in a forked child or when two Python threads use 
 
 The calling thread works too, and helpers that come when it has run out of tasks find the call
 closed. So a call waits for running work alone, never for a place in the pool: many callers at
-once, or no thread to be had, slow it down at worst. Nothing here takes a lock that Ctrl-C
-could leave taken.
+once, or no thread to be had, slow it down at worst. Ctrl-C may come between any two steps of
+Python: bells are `SimpleQueue`s, which are rung in one, and no event or condition of the
+standard library, whose lock it could leave taken.
 
 After a call a helper listens for the next one for a moment before it goes to sleep, as
 threads of OpenMP do, but yields its core to whoever wants it.
@@ -22,7 +23,7 @@ import threading
 import time
 from typing import Any
 
-from .tasks import boards, listen
+from .tasks import LOOKS, boards, listen
 from .threads import get_num_threads
 
 __all__ = ["run"]
@@ -46,34 +47,37 @@ class _Pool:
         self.address = self.boards.ctypes.data
         self.bells: list[queue.SimpleQueue[bool]] = []  # that wake helpers 1, 2, ...
         self.asleep: set[int] = set()
-        self.last = -math.inf  # when there was a call
+        self.last = -math.inf  # when a call ended
 
     def start(self) -> bool:
         """Start the helpers; whether there is one."""
         for me in range(1, self.threads):
-            self.bells.append(queue.SimpleQueue())
-            self.asleep.add(me)
+            bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
             helper = threading.Thread(
-                target=self._serve, args=(me,), name=f"cunorm_{me}", daemon=True
+                target=self._serve, args=(me, bell), name=f"cunorm_{me}", daemon=True
             )
+            self.bells.append(bell)
+            self.asleep.add(me)
             try:
                 helper.start()
-            except RuntimeError:  # too many threads, or the interpreter is shutting down
-                self.bells.pop()
+            except RuntimeError as error:
+                if helper.ident is not None:  # it runs: this is what Ctrl-C made of the wait for it
+                    raise error.__context__ or error from None
+                self.bells.pop()  # too many threads, or the interpreter is shutting down
                 self.asleep.discard(me)
                 break
         return bool(self.bells)
 
-    def _serve(self, me: int) -> None:
+    def _serve(self, me: int, bell: queue.SimpleQueue[bool]) -> None:
         """What a helper does all its life."""
-        bell = self.bells[me - 1]
         while bell.get():
             while not bell.empty():
                 if not bell.get():
                     return
             self.asleep.discard(me)
-            listen(self.address, me)
+            listen(self.address, me, LOOKS)
             self.asleep.add(me)
+            listen(self.address, me, 1)  # for whoever has called before that and not rung
 
     def dismiss(self) -> None:
         """Let the helpers end when they have nothing to do."""
@@ -82,14 +86,12 @@ class _Pool:
 
     def wake(self, threads: int, nbytes: int) -> None:
         """Wake helpers for a call if they are worth it."""
-        now = time.monotonic()
         if self.asleep:
-            if now > self.last + _SOON:
+            if time.monotonic() > self.last + _SOON:
                 threads = min(threads, nbytes // _BYTES_PER_SLEEPER)
             for me in list(self.asleep):
                 if me < threads:
                     self.bells[me - 1].put(True)
-        self.last = now
 
 
 _pool: _Pool | None = None
@@ -109,16 +111,25 @@ if hasattr(os, "register_at_fork"):
 def _pool_of(threads: int) -> _Pool | None:
     """The pool, for calls in up to so many threads; None if there are no threads to be had."""
     global _pool
-    with _starting:
-        if _pool is None or _pool.threads != threads:
-            if _pool is not None:
-                _pool.dismiss()
-            _pool = None
-            pool = _Pool(threads)
-            if not pool.start():
-                return None
-            _pool = pool
+    if not _starting.acquire(blocking=False):  # another thread starts one, or this one when
+        return None  # a signal's handler came to call us
+    try:
+        old, _pool = _pool, None
+        if old is not None:
+            if old.threads == threads:  # another thread has been faster
+                _pool = old
+                return old
+            old.dismiss()
+        pool = _Pool(threads)
+        try:
+            if pool.start():
+                _pool = pool
+        except BaseException:  # Ctrl-C
+            pool.dismiss()
+            raise
         return _pool
+    finally:
+        _starting.release()
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
@@ -132,5 +143,6 @@ def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
             threads = min(most, tasks, threads, 1 + len(pool.bells))
             pool.wake(threads, nbytes)
             kernel(pool.address, -threads, tasks, *arguments)
+            pool.last = time.monotonic()
             return
     kernel(0, -1, tasks, *arguments)

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from .elements import device_function, kernel
 
-__all__ = ["boards", "last_task", "listen", "next_task", "numbers", "shared_kernel"]
+__all__ = ["LOOKS", "boards", "last_task", "listen", "next_task", "numbers", "shared_kernel"]
 
 # What the words of a header are, in bytes from its begin; headers and rows are cache lines.
 _TICKET = 0  # number of the call
@@ -37,13 +37,14 @@ _CLOSED = 1 << 32
 # The words of a row.
 _NEXT, _END = 0, 8
 _SEEN = 16  # ticket of the last call that the helper took part in
+_BEGUN = 24  # whether the thread has taken a task
 _LINE = 64
 
 # How many callers at once find helpers; others do their work alone.
 _BOARDS = 4
 
-# How often a helper looks before it gives up: for about half a millisecond.
-_LOOKS = 8_000
+#: How often a helper looks before it gives up: on x86 for about half a millisecond.
+LOOKS = 8_000
 _LOOKS_PER_YIELD = 16
 
 _HAS_YIELD = hasattr(os, "sched_yield")
@@ -79,7 +80,11 @@ def _tell(typing_context, address, value):
 
 @intrinsic
 def _add(typing_context, address, value):
-    """Add to a word, and return what it was before; streaming stores are over then, too."""
+    """Add to a word, and return what it was before.
+
+    Streaming stores are over then, too: on x86 a locked instruction empties the buffers that
+    they wait in, and a plain store would not.
+    """
 
     def generate(context, builder, signature, arguments):
         address, value = arguments
@@ -184,14 +189,19 @@ def _row(board, thread):
 
 
 @device_function
-def _call(board, threads, tasks, function, arguments):
-    """Do a call on a board of one's own, beside helpers that hear of it; whether it failed."""
+def _deal(board, threads, tasks):
+    """Put tasks on a board, in equal shares."""
     _tell(board + _THREADS, threads)
     for thread in range(threads):
         _tell(_row(board, thread) + _NEXT, tasks * thread // threads)
         _tell(_row(board, thread) + _END, tasks * (thread + 1) // threads)
-    if threads == 1:
-        return _work(function, arguments, board, 0) != 0
+        _tell(_row(board, thread) + _BEGUN, 0)
+
+
+@device_function
+def _call(board, threads, tasks, function, arguments):
+    """Do a call on a board beside helpers that hear of it; whether it failed."""
+    _deal(board, threads, tasks)
     _tell(board + _FUNCTION, function)
     _tell(board + _ARGUMENTS, arguments)
     _tell(board + _FAILED, 0)
@@ -208,14 +218,16 @@ def _call(board, threads, tasks, function, arguments):
 
 @device_function
 def _share(board, threads, tasks, function, arguments):
-    """Do a call, on the first board that is free; whether it failed."""
+    """Do a call, on the first board that is free or else alone; whether it failed."""
     while threads > 1 and board != 0:
         if _exchange(board + _TAKEN, 0, 1):
             failed = _call(board, threads, tasks, function, arguments)
             _tell(board + _TAKEN, 0)
             return failed
         board = _look(board + _OTHER)
-    return _call(_own_board(), 1, tasks, function, arguments)
+    board = _own_board()
+    _deal(board, 1, tasks)
+    return _work(function, arguments, board, 0) != 0
 
 
 @device_function
@@ -229,28 +241,30 @@ def _join(board, me):
         inside = _look(board + _INSIDE)
     if inside < 0:
         return False
-    # The call stays open from here on; but it may be a later one than that seen before.
+    # The call cannot end from here on. It may be a later one than that seen before: their
+    # counts of helpers look the same.
     ticket = _look(board + _TICKET)
     wanted = ticket != _look(seen) and me < _look(board + _THREADS)
     if wanted:
         _tell(seen, ticket)
-        if _work(_look(board + _FUNCTION), _look(board + _ARGUMENTS), board, me) != 0:
+        failed = _work(_look(board + _FUNCTION), _look(board + _ARGUMENTS), board, me) != 0
+        if failed and _look(_row(board, me) + _BEGUN) != 0:  # else the others do its work
             _tell(board + _FAILED, 1)
-    _add(board + _INSIDE, -1)
+    _add(board + _INSIDE, -1)  # and what was streamed is in memory
     return wanted
 
 
 @kernel
-def listen(board, me):
-    """Take part in the calls on this board and its others until there is none for a while."""
+def listen(first, me, most):
+    """Take part in calls on this board and its others until so many looks have found none."""
     looks = 0
-    while looks < _LOOKS:
+    while looks < most:
         looks += 1
-        desk = board
-        while desk != 0:
-            if _join(desk, me):
+        board = first
+        while board != 0:
+            if _join(board, me):
                 looks = 0
-            desk = _look(desk + _OTHER)
+            board = _look(board + _OTHER)
         _pause(looks)
 
 
@@ -265,6 +279,7 @@ def _claim(board, me):
         if _look(row + _NEXT) < end:
             task = _add(row + _NEXT, 1)
             if task < end:
+                _tell(_row(board, me) + _BEGUN, 1)
                 return thread, task
     return 0, -1
 
@@ -314,21 +329,21 @@ def shared_kernel(function: Any) -> Any:
     """A kernel whose tasks threads share: ``function(board, me, ..., /, ...)`` takes them.
 
     Python calls it with ``(board, -threads, tasks, ...)``, where the board is the address of the
-    first of `boards`, or 0 for one thread. What comes after the ``/``, numbers of a plan,
-    is one array of integers then, since that is faster to hand over.
+    first of `boards`, or 0 for one thread. The parameters after the ``/`` are the numbers of a
+    plan, which it is given as one array, since that is faster to hand over.
     """
     code = function.__code__
     names = code.co_varnames[2 : code.co_argcount]
-    apart = max(0, code.co_posonlyargcount - 2) or len(names)
-    given = ", ".join((*names[:apart], "numbers")) if apart < len(names) else ", ".join(names)
-    inner = (*names[:apart], *(f"numbers[{i}]" for i in range(len(names) - apart)))
+    given = code.co_posonlyargcount - 2 if code.co_posonlyargcount else len(names)
+    inner = (*names[:given], *(f"numbers[{i}]" for i in range(len(names) - given)))
+    outer = (*names[:given], *["numbers"][: len(names) - given])
     body = njit(inline="always")(function)
     scope = {"__name__": __name__, "body": body, "share": _share, "again": _again}
     exec(  # a function of *arguments takes longer to call
-        f"def {function.__name__}(board, me, tasks, {given}):\n"
+        f"def {function.__name__}(board, me, tasks, {', '.join(outer)}):\n"
         "    if me >= 0:\n"
         f"        body(board, me, {', '.join(inner)})\n"
-        "    elif share(board, -me, tasks, *again()):\n"
+        "    elif share(board, -me, tasks, *again()):\n"  # only an allocation can fail
         "        raise MemoryError('no memory for the working arrays of a kernel')\n",
         scope,
     )

@@ -283,7 +283,7 @@ def _transform_columns(
     most = fold * block_channels * inner
     blocks = scratch(x, (3, most))
     block_mean, block_scale, block_shift = blocks[0], blocks[1], blocks[2]
-    known = -1
+    known = -1  # whose numbers are spread: often several parts of a block follow each other
     task = last_task(board, me)
     while task >= 0:
         statistic, channels, _, start, height, tail = columns_piece(
