@@ -389,6 +389,8 @@ def _columns_reduce(
 @strict_function
 def _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu):
     """Both sums of a channel from those of its positions (see `spread`)."""
+    if fold * inner == 1:
+        return load_scratch(total_dy, channel), load_scratch(total_dy_xmu, channel)
     sum_dy, sum_dy_xmu = 0.0, 0.0
     for copy in range(fold):
         first = (copy * channels + channel) * inner
@@ -398,8 +400,15 @@ def _channel_sums(channel, channels, fold, inner, total_dy, total_dy_xmu):
     return sum_dy, sum_dy_xmu
 
 
+# Where every channel is one position (fold and inner are 1), what follows is vectorized.
+
+
 @device_function
 def _spread_means(statistic, channels, fold, inner, mean, block_mean):
+    if fold * inner == 1:
+        for channel in range(channels):
+            store(block_mean, channel, load(mean, statistic + channel))
+        return
     for channel in range(channels):
         spread(load(mean, statistic + channel), channel, channels, fold, inner, block_mean)
 
@@ -410,6 +419,11 @@ def _spread_scales(
 ):
     length = inner // members
     first = statistic * members % parameters
+    if fold * inner == 1:
+        for channel in range(channels):
+            scale = _scale(x, statistic + channel, first + channel, inv_std, weight)
+            store(block_scale, channel, scale)
+        return
     for channel in range(channels):
         for member in range(channel * members, (channel + 1) * members):
             scale = _scale(x, statistic + channel, first + member, inv_std, weight)
@@ -491,6 +505,15 @@ def _spread_shares(
     sum_dy, sum_dy_xmu, count, block_slope, block_offset,
 ):  # fmt: skip
     first = statistic * members % parameters
+    if fold * inner == 1:
+        for channel in range(channels):
+            slope, offset = _share(
+                x, statistic + channel, 1, first + channel, residual, inv_std, weight,
+                sum_dy, sum_dy_xmu, count,
+            )  # fmt: skip
+            store(block_slope, channel, slope)
+            store(block_offset, channel, offset)
+        return
     for channel in range(channels):
         slope, offset = _share(
             x, statistic + channel, members, first + channel * members, residual, inv_std, weight,
