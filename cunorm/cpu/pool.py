@@ -7,7 +7,7 @@ layers would abort the process in a forked child or when two Python threads use 
 The calling thread works too, and helpers that come when it has run out of tasks find the call
 closed. So a call waits for running work alone, never for a place in the pool: many callers at
 once, or no thread to be had, slow it down at worst. Ctrl-C may come between any two steps of
-Python: bells are `SimpleQueue`s, which are rung in one, and no event or condition of the
+Python: bells are `SimpleQueue`s, which are rung in one, not events or conditions of the
 standard library, whose lock it could leave taken.
 
 After a call a helper listens for the next one for a moment before it goes to sleep, as
@@ -77,7 +77,7 @@ class _Pool:
             self.asleep.discard(me)
             listen(self.address, me, LOOKS)
             self.asleep.add(me)
-            listen(self.address, me, 1)  # for whoever has called before that and not rung
+            listen(self.address, me, LOOKS // 8)  # for who came before that, and has not rung
 
     def dismiss(self) -> None:
         """Let the helpers end when they have nothing to do."""
@@ -95,13 +95,13 @@ class _Pool:
 
 
 _pool: _Pool | None = None
-_starting = threading.Lock()
+_starting = threading.RLock()
 
 
 def _forget_pool() -> None:
     global _pool, _starting
     _pool = None
-    _starting = threading.Lock()  # whoever had it may not be here
+    _starting = threading.RLock()  # whoever had it may not be here
 
 
 if hasattr(os, "register_at_fork"):
@@ -111,25 +111,17 @@ if hasattr(os, "register_at_fork"):
 def _pool_of(threads: int) -> _Pool | None:
     """The pool, for calls in up to so many threads; None if there are no threads to be had."""
     global _pool
-    if not _starting.acquire(blocking=False):  # another thread starts one, or this one when
-        return None  # a signal's handler came to call us
-    try:
-        old, _pool = _pool, None
-        if old is not None:
-            if old.threads == threads:  # another thread has been faster
-                _pool = old
-                return old
-            old.dismiss()
-        pool = _Pool(threads)
-        try:
-            if pool.start():
-                _pool = pool
-        except BaseException:  # Ctrl-C
-            pool.dismiss()
-            raise
+    with _starting:  # which this thread may have: a signal's handler may call us
+        if _pool is None or _pool.threads != threads:
+            pool, old = _Pool(threads), None
+            try:
+                started = pool.start()
+                old, _pool = _pool, pool if started else None
+            finally:
+                for other in (pool, old):
+                    if other is not None and other is not _pool:
+                        other.dismiss()
         return _pool
-    finally:
-        _starting.release()
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
