@@ -101,6 +101,18 @@ def test_training_far_from_the_caches(rng, dtype):
     check_backward(dy, x, saved, weight, 1)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("sample", [(1001,), (45, 31), (150, 8)], ids=str)
+def test_training_in_four_blocks(rng, sample, dtype):
+    """Columns of 128 to 256 KB, the last block narrower."""
+    shape = (200_000 // (np.dtype(dtype).itemsize * np.prod(sample)), *sample)
+    x, dy = draw(rng, shape, dtype), rng.standard_normal(shape).astype(dtype)
+    assert 128 << 10 <= x.nbytes <= 256 << 10
+    weight = rng.standard_normal(shape[1]).astype(np.float32)
+    _, saved = check_forward(x, weight, None, 1)
+    check_backward(dy, x, saved, weight, 1)
+
+
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)

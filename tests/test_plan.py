@@ -98,6 +98,15 @@ def test_blocks_of_channels(threads, shape, operands, number, block):
     assert (cut.block, cut.resident_tasks) == (block, -(-shape[1] // block))
 
 
+def test_small_arrays_use_several_threads():
+    """Columns of 128 to 256 KB are four blocks; one sweep has a task every chunk."""
+    for shape, blocks in (((64, 1024), 4), ((32, 1024), 4), ((16, 1024), 1), ((128, 512), 2)):
+        cut = plan.plan(batch_norm_geometry(shape, 1), 4, 1)
+        assert (cut.resident_tasks, cut.parts) == (blocks, 1)
+        assert plan.stays_near(cut, 8)
+    assert plan.plan(batch_norm_geometry((64, 1024), 1), 4, 0).tasks == 2
+
+
 def test_few_channels_use_all_threads():
     """Two channels do not leave most of the threads idle."""
     cut = plan.plan(batch_norm_geometry((2, 2, 6_500_000), 1), 4, 1)

@@ -81,9 +81,9 @@ _FOLDED_ROWS = 16
 _LEAST_POSITIONS = 64
 
 # A part with partial results is worth a task of its own from about 256 KiB on, one without
-# from 64 KiB; 32 parts a channel keep the memory for partial results under 1 KiB a channel. A
-# task of columns spreads its channels' numbers to their positions first; 256 of them keep threads
-# busy enough.
+# from 64 KiB (but parts are whole chunks); 32 parts a channel keep the memory for partial
+# results under 1 KiB a channel. A task of columns spreads its channels' numbers to their
+# positions first; 256 of them keep threads busy enough.
 _PART_BYTES = 256 << 10
 _SWEEP_BYTES = 64 << 10
 _MOST_PARTS = 32
