@@ -102,8 +102,12 @@ def test_fork_while_others_compute(threads):
         for _ in range(5):
             pid = os.fork()
             if pid == 0:
-                same = all(np.array_equal(a, b) for a, b in zip(expected, workload(1), strict=True))
-                os._exit(0 if same else 3)
+                same = False
+                try:
+                    found = zip(expected, workload(1), strict=True)
+                    same = all(np.array_equal(a, b) for a, b in found)
+                finally:
+                    os._exit(0 if same else 3)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     finally:
         stop.set()
@@ -116,8 +120,8 @@ def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
     threads(1)
     expected = cunorm.batch_norm_forward(x)[0]
     start = threading.Thread.start
-    for allowed in (0, 1, 2, 1, 2):
-        threads(6)
+    for number, allowed in enumerate((0, 1, 2, 1, 2), 6):
+        threads(number)
         started = []
 
         def limited(self, started=started, allowed=allowed):
@@ -129,6 +133,8 @@ def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
         monkeypatch.setattr(threading.Thread, "start", limited)
         y = cunorm.batch_norm_forward(x)[0]
         monkeypatch.undo()
+        assert len(started) == allowed
+        assert allowed == (0 if pool._pool is None else len(pool._pool.bells))
         np.testing.assert_array_equal(y, expected)
 
 
@@ -161,7 +167,7 @@ def meet(board, me, places, looks):
         wait_for(places, 2, looks)
 
 
-PATIENCE = 1 << 30  # a minute at least
+PATIENCE = 1 << 30  # long enough
 
 
 def until(condition):
@@ -380,12 +386,15 @@ import faulthandler, random, signal, threading, time
 faulthandler.dump_traceback_later(60, exit=True)
 import numpy as np, cunorm
 
-armed = False
+armed, raised, caught = False, 0, 0
 
 def handler(*_):
+    global raised
     if not interrupts:
         cunorm.batch_norm_forward(x)
+        raised += 1
     elif armed:
+        raised += 1
         raise KeyboardInterrupt
 
 x = np.random.default_rng(0).standard_normal((16, 64, 1024), dtype=np.float32)
@@ -400,7 +409,10 @@ for i in range(400):
         armed = False
     except KeyboardInterrupt:
         armed = False
+        caught += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
+assert raised > 20
+assert not interrupts or caught == raised
 cunorm.set_num_threads(4)
 assert (cunorm.batch_norm_forward(x)[0] == expected).all()
 end = time.monotonic() + 30

@@ -5,10 +5,10 @@ its board (`tasks`); which thread does which task never shows in the result. Num
 layers would abort the process in a forked child or when two Python threads use them at once.
 
 The calling thread works too, and helpers that come when it has run out of tasks find the call
-closed. So a call waits for running work alone, never for a place in the pool: many callers at
-once, or no thread to be had, slow it down at worst. Ctrl-C may come between any two steps of
-Python: bells are `SimpleQueue`s, which are rung in one, not events or conditions of the
-standard library, whose lock it could leave taken.
+closed. So a call waits for running work alone, or for another that starts the helpers, never for
+a place in the pool: many callers at once, or no thread to be had, slow it down at worst. Ctrl-C
+may come between any two steps of Python: bells are `SimpleQueue`s, which are rung in one, not
+events or conditions of the standard library, whose lock it could leave taken.
 
 After a call a helper listens for the next one for a moment before it goes to sleep, as
 threads of OpenMP do, but yields its core to whoever wants it.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from typing import Any
@@ -58,12 +59,14 @@ class _Pool:
             )
             self.bells.append(bell)
             self.asleep.add(me)
+            handled = sys.exc_info()[1]
             try:
                 helper.start()
             except RuntimeError as error:
-                if helper.ident is not None:  # it runs: this is what Ctrl-C made of the wait for it
-                    raise error.__context__ or error from None
-                self.bells.pop()  # too many threads, or the interpreter is shutting down
+                cause = error.__context__
+                if cause is not None and cause is not handled:  # Ctrl-C while it waited for the
+                    raise cause from None  # thread: leaving its condition's lock failed then
+                self.bells.pop().put(False)  # too many threads
                 self.asleep.discard(me)
                 break
         return bool(self.bells)
@@ -111,7 +114,11 @@ if hasattr(os, "register_at_fork"):
 def _pool_of(threads: int) -> _Pool | None:
     """The pool, for calls in up to so many threads; None if there are no threads to be had."""
     global _pool
-    with _starting:  # which this thread may have: a signal's handler may call us
+    # This thread may have the lock already: a signal's handler may call us. Should Ctrl-C leave it
+    # taken, others do not wait for long. Threads do not start any more when Python ends.
+    if sys.is_finalizing() or not _starting.acquire(timeout=1):
+        return None
+    try:
         if _pool is None or _pool.threads != threads:
             pool, old = _Pool(threads), None
             try:
@@ -122,6 +129,8 @@ def _pool_of(threads: int) -> _Pool | None:
                     if other is not None and other is not _pool:
                         other.dismiss()
         return _pool
+    finally:
+        _starting.release()
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
