@@ -92,6 +92,24 @@ def test_three_flags_for_rms_norm(rng):
         assert gradients[1] is None
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("length", [3, 100, 2048, 2049, 9000])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: np.dtype(d).name)
+def test_a_row_stands_alone(rng, norm, length, dtype):
+    """What becomes of a row does not depend on the others, nor on how many there are."""
+    case = norm(1)
+    x, dy, weight, bias = operands(rng, case, (7, length), dtype)
+    y, saved = case.forward(x, weight, bias)
+    dx = case.backward(dy, x, saved, weight)[0]
+    for i in range(7):
+        row, gradient = x[i : i + 1], dy[i : i + 1]
+        alone, own = case.forward(row, weight, bias)
+        np.testing.assert_array_equal(alone[0], y[i])
+        np.testing.assert_array_equal(own.inv_std[0], saved.inv_std[i])
+        np.testing.assert_array_equal(case.backward(gradient, row, own, weight)[0][0], dx[i])
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("axis", [1, 2, 3])
 def test_permuted_memory(rng, norm, axis):

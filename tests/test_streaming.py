@@ -1,5 +1,6 @@
 """Outputs that are written past the caches: the same bits as others, wherever they lie."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -57,7 +58,7 @@ def _outputs(norm, dy, x, parameters, axis, offset):
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
 def test_streamed_outputs_have_the_same_bits(rng, monkeypatch, shape, axis, dtype, offset):
     dy, x = rng.standard_normal((2, *shape)).astype(dtype)
@@ -72,7 +73,7 @@ def test_streamed_outputs_have_the_same_bits(rng, monkeypatch, shape, axis, dtyp
             np.testing.assert_array_equal(streamed, plain)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
     """Several channels share a statistic, and their runs follow each other."""
@@ -88,10 +89,12 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
         np.testing.assert_array_equal(streamed, plain)
 
 
-def test_rounding_to_bfloat16(rng):
-    """To nearest, ties to even, subnormals kept, and no NaN becomes a number."""
-    import ml_dtypes
+@pytest.mark.parametrize("length", [1, 2, 33])
+def test_rounding_to_bfloat16(rng, length):
+    """To nearest, ties to even, subnormals kept, and no NaN becomes a number.
 
+    Values of all neighbours, the same ones, and an odd one at the end.
+    """
     bits = rng.integers(0, 1 << 32, 100_000, dtype=np.uint32)
     ties = (bits & 0xFFFF0000) | 0x8000
     edges = np.array(
@@ -101,9 +104,10 @@ def test_rounding_to_bfloat16(rng):
     )  # fmt: skip
     values = np.concatenate([bits, ties, edges]).view(np.float32)
     # A shift of x = 0 is rounded as it is.
-    x = np.zeros((1, values.size), ml_dtypes.bfloat16)
+    x = np.zeros((1, values.size, length), ml_dtypes.bfloat16)
     with np.errstate(all="ignore"):
         y = cunorm.scale_shift_forward(x, np.ones(values.size, np.float32), values)[0]
+        values = np.repeat(values, length).reshape(y.shape)
         expected = values.astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(np.isnan(y), np.isnan(values))
     numbers = ~np.isnan(values) & (values != 0)  # 0 + (-0) is 0

@@ -33,9 +33,9 @@ from .elements import (
     scratch,
     stage_size,
     store,
-    store_streaming,
-    streaming_range,
     strict_function,
+    sweep,
+    write,
 )
 from .pieces import (
     columns_part,
@@ -198,25 +198,21 @@ def _reduce_segments(
 
 
 @device_function
-def _elements_gradient(put, dy, x, dx, start, end, to_dx, mean, scale, slope, offset):
-    for i in range(start, end):
-        put(dx, i + to_dx, load(dy, i) * scale + ((load(x, i) - mean) * slope + offset))
+def _gradient(i, dy, x, mean, scale, slope, offset):
+    return load(dy, i) * scale + ((load(x, i) - mean) * slope + offset)
 
 
 @device_function
 def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged):
     """Dx of the elements [start, end) of one channel; the stage is used as in `run_transform`."""
-    numbers = (mean, scale, slope, offset)
+    numbers = (dy, x, mean, scale, slope, offset)
     if stage.size == 0:
-        first, last = streaming_range(dx, start, end, streaming)
-        _elements_gradient(store, dy, x, dx, start, first, 0, *numbers)
-        _elements_gradient(store_streaming, dy, x, dx, first, last, 0, *numbers)
-        _elements_gradient(store, dy, x, dx, last, end, 0, *numbers)
+        write(dx, 0, start, end, streaming, _gradient, numbers)
         return end
     while start < end:
         full = staged + stage.size
         stop = min(end, full)
-        _elements_gradient(store, dy, x, stage, start, stop, -staged, *numbers)
+        sweep(store, stage, -staged, start, stop, _gradient, numbers)
         if stop == full:
             flush(dx, staged, full, stage)
             staged = full
@@ -471,21 +467,10 @@ def _reduce_columns(
 
 
 @device_function
-def _positions_gradient(put, dy, x, dx, start, first, last, mean, scale, slope, offset):
-    for p in range(first, last):
-        centered = load(x, start + p) - load_scratch(mean, p)
-        rest = centered * load_scratch(slope, p) + load_scratch(offset, p)
-        put(dx, start + p, load(dy, start + p) * load_scratch(scale, p) + rest)
-
-
-@device_function
-def _row_gradient(dy, x, dx, start, width, mean, scale, slope, offset, streaming):
-    first, last = streaming_range(dx, start, start + width, streaming)
-    first, last = first - start, last - start
-    numbers = (mean, scale, slope, offset)
-    _positions_gradient(store, dy, x, dx, start, 0, first, *numbers)
-    _positions_gradient(store_streaming, dy, x, dx, start, first, last, *numbers)
-    _positions_gradient(store, dy, x, dx, start, last, width, *numbers)
+def _position_gradient(p, dy, x, start, mean, scale, slope, offset):
+    centered = load(x, start + p) - load_scratch(mean, p)
+    rest = centered * load_scratch(slope, p) + load_scratch(offset, p)
+    return load(dy, start + p) * load_scratch(scale, p) + rest
 
 
 @device_function
@@ -493,10 +478,11 @@ def _columns_gradient(
     dy, x, dx, start, stride, rows, width, tail_width, mean, scale, slope, offset, streaming
 ):
     """Dx of `rows` rows of `width` positions and, below them, of `tail_width` positions."""
-    numbers = (mean, scale, slope, offset, streaming)
-    for row in range(rows):
-        _row_gradient(dy, x, dx, start + row * stride, width, *numbers)
-    _row_gradient(dy, x, dx, start + rows * stride, tail_width, *numbers)
+    for row in range(rows + 1):
+        begin = start + row * stride
+        length = width if row < rows else tail_width
+        numbers = (dy, x, begin, mean, scale, slope, offset)
+        write(dx, begin, 0, length, streaming, _position_gradient, numbers)
 
 
 @device_function

@@ -101,14 +101,25 @@ def _widen(builder, dtype, value):
     return value
 
 
+def _rounded(builder, value):
+    """The bits of a float32, rounded to the nearest even bfloat16 in their upper half.
+
+    By hand: the hardware's instruction flushes subnormals. A NaN, which arithmetic has made
+    quiet, keeps its upper bits.
+    """
+    word = ir.IntType(32)
+    bits = builder.bitcast(value, word)
+    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+    up = builder.add(builder.add(bits, word(0x7FFF)), odd)
+    return builder.select(builder.fcmp_unordered("uno", value, value), bits, up)
+
+
 def _narrow(builder, dtype, value):
     if dtype == _FLOAT16:
         return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
     if dtype == _BFLOAT16:
-        # Round to nearest even by hand: the hardware's instruction flushes subnormals. A NaN,
-        # which arithmetic has made quiet, keeps its upper bits. The step up comes after the
-        # truncation, because twice as many fit a register, and a store that truncates would
-        # not stream.
+        # Rounded as `_rounded` does it, but the step up comes after the truncation: twice as
+        # many fit a register, and a store that truncates would not stream.
         word, half = ir.IntType(32), ir.IntType(16)
         bits = builder.bitcast(value, word)
         upper = builder.trunc(builder.lshr(bits, word(16)), half)
@@ -140,8 +151,15 @@ load = intrinsic(_define_load(constant=True))
 load_scratch = intrinsic(_define_load(constant=False))
 
 
-def _write(builder, value, address, streaming):
-    instruction = builder.store(value, address, align=64 if streaming else None)
+def _pack(builder, first, second):
+    """Two neighbouring bfloat16 as the word that memory has them in."""
+    word = ir.IntType(32)
+    low = builder.lshr(_rounded(builder, first), word(16))
+    return builder.or_(low, builder.and_(_rounded(builder, second), word(0xFFFF0000)))
+
+
+def _write(builder, value, address, streaming, align=None):
+    instruction = builder.store(value, address, align=64 if streaming else align)
     instruction.set_metadata("noalias", _alias_scope(builder.module))
     if streaming:
         one = ir.Constant(ir.IntType(32), 1)
@@ -149,14 +167,23 @@ def _write(builder, value, address, streaming):
 
 
 def _define_store(streaming):
-    def typer(typing_context, array, index, value):
+    def typer(typing_context, array, index, value, second=None):
         def generate(context, builder, signature, arguments):
-            data, position, number = arguments
+            data, position, *numbers = arguments
             address = _address(context, builder, signature.args[0], data, position)
-            _write(builder, _narrow(builder, array.dtype, number), address, streaming)
+            if second is None:
+                value = _narrow(builder, array.dtype, numbers[0])
+                _write(builder, value, address, streaming)
+            else:
+                word = _pack(builder, *numbers)
+                address = builder.bitcast(address, word.type.as_pointer())
+                _write(builder, word, address, streaming, align=array.dtype.bitwidth // 8)
             return context.get_dummy_value()
 
-        return types.void(array, types.intp, _accumulator(array.dtype)), generate
+        number = _accumulator(array.dtype)
+        if second is None:
+            return types.void(array, types.intp, number, types.Omitted(None)), generate
+        return types.void(array, types.intp, number, number), generate
 
     return typer
 
@@ -174,7 +201,8 @@ def _define_move(streaming):
     return typer
 
 
-#: ``store(array, index, value)``: write a value of the accumulator type.
+#: ``store(array, index, value)``: write a value of the accumulator type; of bfloat16 arrays
+#: also two values, the second of which comes next.
 store = intrinsic(_define_store(streaming=False))
 
 #: The same past the caches, for outputs that do not fit in them. The loop must
@@ -265,6 +293,41 @@ def streaming_range(array, start, end, streaming):
     if not streaming or (end - first < 8 * line and not whole):
         return end, end
     return first, first + (end - first) // line * line
+
+
+def sweep(put, y, to_y, start, end, element, arguments):
+    """y[i + to_y] = element(i, *arguments) for i in [start, end), written with `put`."""
+    raise TypeError("for kernels only")
+
+
+@overload(sweep, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+def _sweep(put, y, to_y, start, end, element, arguments):
+    if y.dtype != _BFLOAT16:
+
+        def one_by_one(put, y, to_y, start, end, element, arguments):
+            for i in range(start, end):
+                put(y, i + to_y, element(i, *arguments))
+
+        return one_by_one
+
+    # Two to a word, which spares the vector code moving lanes about to narrow and widen them.
+    def by_twos(put, y, to_y, start, end, element, arguments):
+        for i in range(start, end - 1, 2):
+            put(y, i + to_y, element(i, *arguments), element(i + 1, *arguments))
+        if (end - start) % 2 == 1:
+            put(y, end - 1 + to_y, element(end - 1, *arguments))
+
+    return by_twos
+
+
+@device_function
+def write(y, to_y, start, end, streaming, element, arguments):
+    """The same, past the caches as far as that pays."""
+    first, last = streaming_range(y, start + to_y, end + to_y, streaming)
+    first, last = first - to_y, last - to_y
+    sweep(store, y, to_y, start, first, element, arguments)
+    sweep(store_streaming, y, to_y, first, last, element, arguments)
+    sweep(store, y, to_y, last, end, element, arguments)
 
 
 @device_function

@@ -21,11 +21,10 @@ from .elements import (
     load_scratch,
     scratch,
     store,
-    store_streaming,
-    streaming_range,
     strict_function,
+    write,
 )
-from .statistics import parameter, residual_times, row_moments, save
+from .statistics import chunk_moments, first_sum, parameter, residual_times, save
 from .tasks import last_task, next_task, shared_kernel
 
 __all__ = [
@@ -59,6 +58,24 @@ def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0):
     return values.repeat(geometry.inner) if geometry.inner > 1 else values
 
 
+# Rows that a forward pass takes at a time: so much memory of them, but no more than so many.
+_LOT_BYTES = 4 << 10
+_LOT_ROWS = 16
+
+# Rows longer than this are taken by twos in a backward pass.
+_SINGLE_LENGTH = 2048
+
+
+@device_function
+def _lot(x, length):
+    """How many rows are taken at a time.
+
+    What lies between two sweeps over a row, divisions one after another, takes as long as a
+    sweep over a short one; of several rows it is done side by side.
+    """
+    return max(1, min(_LOT_ROWS, _LOT_BYTES // (length * x.itemsize)))
+
+
 # --- forward ------------------------------------------------------------------
 
 
@@ -81,23 +98,17 @@ def _squares(x, base, length, chunk_length):
 
 
 @device_function
-def _run_transform(put, x, y, start, end, mean, scale, shift, weight, bias, to_weight):
-    """y[i] from x[i], weight[i + to_weight] and bias[i + to_weight]."""
-    for i in range(start, end):
-        normalized = (load(x, i) - mean) * scale + shift
-        put(y, i, normalized * load(weight, i + to_weight) + load(bias, i + to_weight))
+def _transformed(i, x, mean, scale, shift, weight, bias, to_weight):
+    normalized = (load(x, i) - mean) * scale + shift
+    return normalized * load(weight, i + to_weight) + load(bias, i + to_weight)
 
 
 @device_function
 def _transform(x, y, start, end, row, g, length, statistics, weight, bias, streaming):
     """Transform of the elements [start, end), which are in a row."""
     mean, scale, shift = _coefficients(x, row, *statistics)
-    to_weight = (g - row) * length
-    first, last = streaming_range(y, start, end, streaming)
-    numbers = (mean, scale, shift, weight, bias, to_weight)
-    _run_transform(store, x, y, start, first, *numbers)
-    _run_transform(store_streaming, x, y, first, last, *numbers)
-    _run_transform(store, x, y, last, end, *numbers)
+    numbers = (x, mean, scale, shift, weight, bias, (g - row) * length)
+    write(y, 0, start, end, streaming, _transformed, numbers)
 
 
 @strict_function
@@ -111,16 +122,6 @@ def _coefficients(x, row, mean, residual, inv_std):
     return load_scratch(mean, row), scale, as_accumulator(x, shift)
 
 
-@device_function
-def _lag(x, length):
-    """By how many rows the transform follows the statistics.
-
-    What lies between them, divisions one after another, takes as long as a sweep over a short
-    row; meanwhile the processor works on another one.
-    """
-    return 1 if length * x.itemsize <= 4096 else 0
-
-
 @shared_kernel
 def normalize_rows(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
@@ -131,27 +132,35 @@ def normalize_rows(
     Statistics of rows have no running ones: those are empty, and what belongs to them unused.
     """
     of_rows = (statistics[0], statistics[2], statistics[1])
-    lag = _lag(x, length)
+    lot = _lot(x, length)
+    starts, centers, sums = np.empty(lot, np.int64), scratch(x, lot), np.empty((lot, 2))
+    moments = np.empty((lot, 3))
     task = next_task(board, me)
     while task >= 0:
         g = task % number
-        first = task // number * block
-        rows = min(batch - first, block)
-        for i in range(rows + lag):
-            if i < rows:
-                row = (first + i) * number + g
-                base = row * length
-                if centered:
-                    count, mean, m2 = row_moments(x, base, length, chunk_length)
-                else:
-                    count, mean = np.float64(length), 0.0
-                    m2 = _squares(x, base, length, chunk_length)
-                save(statistics, row, count, mean, m2, eps)
-            if i >= lag:
-                row = (first + i - lag) * number + g
-                base = row * length
+        last = min(batch, (task // number + 1) * block)
+        for first in range(task // number * block, last, lot):
+            rows = min(lot, last - first)
+            row = first * number + g
+            moments[:rows, :] = 0.0
+            if centered:
+                for offset in range(0, length, chunk_length):
+                    size = min(chunk_length, length - offset)
+                    for i in range(rows):
+                        starts[i] = (row + i * number) * length + offset
+                        if offset == 0:
+                            first_sum(x, i, starts[i], size, centers, sums)
+                    chunk_moments(x, rows, starts, 1, 0, size, centers, sums, moments)
+            else:
+                for i in range(rows):
+                    moments[i, 2] = _squares(x, (row + i * number) * length, length, chunk_length)
+            for i in range(rows):
+                mean, m2 = moments[i, 1], moments[i, 2]
+                save(statistics, row + i * number, np.float64(length), mean, m2, eps)
+            for i in range(row, row + rows * number, number):
+                start = i * length
                 _transform(
-                    x, y, base, base + length, row, g, length, of_rows, weight, bias, streaming
+                    x, y, start, start + length, i, g, length, of_rows, weight, bias, streaming
                 )
         task = next_task(board, me)
 
@@ -195,17 +204,17 @@ def transform_rows(
 
 
 @device_function
-def _run_sums(dy, x, start, length, mean, scale, shift, weight, to_weight, dweight, dbias, first):
+def _run_sums(dy, x, start, length, numbers, weight, to_weight, dweight, dbias, first):
     """Sums of dy * weight and dy * weight * v; adds to the gradients from `first` on.
 
     They are added up even if nobody wants them: another loop might have other bits.
     """
-    total = as_accumulator(x, 0.0)
-    products = as_accumulator(x, 0.0)
+    mean, scale, shift = numbers
+    total, products = as_accumulator(x, 0.0), as_accumulator(x, 0.0)
     for i in range(length):
         gradient = load(dy, start + i)
         product = gradient * ((load(x, start + i) - mean) * scale + shift)
-        factor = load(weight, start + i + to_weight)
+        factor = load(weight, to_weight + i)
         total = accumulate(total, gradient * factor)
         products = accumulate(products, product * factor)
         store(dweight, first + i, load_scratch(dweight, first + i) + product)
@@ -214,11 +223,66 @@ def _run_sums(dy, x, start, length, mean, scale, shift, weight, to_weight, dweig
 
 
 @device_function
-def _run_gradient(put, dy, x, dx, start, end, mean, scale, shift, slope, offset, weight, to_weight):
-    for i in range(start, end):
-        normalized = (load(x, i) - mean) * scale + shift
-        factor = load(weight, i + to_weight) * scale
-        put(dx, i, load(dy, i) * factor + (normalized * slope + offset))
+def _two_sums(
+    dy, x, start, numbers, other_dy, other_x, other_start, other_numbers,
+    length, weight, to_weight, dweight, dbias, first,
+):  # fmt: skip
+    """The same of two runs: twice as much memory is on its way, half as much goes to and fro."""
+    mean, scale, shift = numbers
+    other_mean, other_scale, other_shift = other_numbers
+    total, products = as_accumulator(x, 0.0), as_accumulator(x, 0.0)
+    other_total, other_products = total, products
+    for i in range(length):
+        a, b = load(dy, start + i), load(other_dy, other_start + i)
+        v = (load(x, start + i) - mean) * scale + shift
+        u = (load(other_x, other_start + i) - other_mean) * other_scale + other_shift
+        factor = load(weight, to_weight + i)
+        total = accumulate(total, a * factor)
+        products = accumulate(products, a * v * factor)
+        other_total = accumulate(other_total, b * factor)
+        other_products = accumulate(other_products, b * u * factor)
+        store(dweight, first + i, load_scratch(dweight, first + i) + (a * v + b * u))
+        store(dbias, first + i, load_scratch(dbias, first + i) + (a + b))
+    return total, products, other_total, other_products
+
+
+@device_function
+def _step(length):
+    return 2 if length > _SINGLE_LENGTH else 1
+
+
+@device_function
+def _piece_sums(
+    dy, x, row, other, g, length, offset, size, nothing, statistics, weight, dweight, dbias, first
+):
+    """Both sums over a piece of a row and of the `other`, which may be negative: none.
+
+    A long row without another one goes with a row of `nothing`: a loop of its own might have
+    other bits.
+    """
+    start, to_weight = row * length + offset, g * length + offset
+    numbers = _coefficients(x, row, *statistics)
+    zero = as_accumulator(x, 0.0)
+    if _step(length) == 1:
+        total, products = _run_sums(
+            dy, x, start, size, numbers, weight, to_weight, dweight, dbias, first
+        )
+        return total, products, zero, zero
+    other_dy, other_x, other_start, other_numbers = nothing, nothing, 0, (zero, zero, zero)
+    if other >= 0:
+        other_dy, other_x, other_start = dy, x, other * length + offset
+        other_numbers = _coefficients(x, other, *statistics)
+    return _two_sums(
+        dy, x, start, numbers, other_dy, other_x, other_start, other_numbers,
+        size, weight, to_weight, dweight, dbias, first,
+    )  # fmt: skip
+
+
+@device_function
+def _element_gradient(i, dy, x, mean, scale, shift, slope, offset, weight, to_weight):
+    normalized = (load(x, i) - mean) * scale + shift
+    factor = load(weight, i + to_weight) * scale
+    return load(dy, i) * factor + (normalized * slope + offset)
 
 
 @device_function
@@ -229,12 +293,8 @@ def _gradient(
     mean, scale, shift = _coefficients(x, row, *statistics)
     slope = as_accumulator(x, -np.float64(scale) * (products / length))
     offset = as_accumulator(x, -np.float64(scale) * (total / length) if centered else 0.0)
-    to_weight = (g - row) * length
-    first, last = streaming_range(dx, start, end, streaming)
-    numbers = (mean, scale, shift, slope, offset, weight, to_weight)
-    _run_gradient(store, dy, x, dx, start, first, *numbers)
-    _run_gradient(store_streaming, dy, x, dx, first, last, *numbers)
-    _run_gradient(store, dy, x, dx, last, end, *numbers)
+    numbers = (dy, x, mean, scale, shift, slope, offset, weight, (g - row) * length)
+    write(dx, 0, start, end, streaming, _element_gradient, numbers)
 
 
 @device_function
@@ -254,28 +314,34 @@ def backward_rows(
     """
     statistics = (mean, residual, inv_std)
     dweight, dbias = scratch(x, length), scratch(x, length)
+    nothing = np.zeros(min(length, chunk_length), x.dtype)
     task = next_task(board, me)
     while task >= 0:
         g = task % number
-        first = task // number * block
+        first = task // number * block * number + g
+        last = min(batch * number, first + block * number)
         _clear(dweight, dbias, length)
-        for row in range(first * number + g, min(batch, first + block) * number, number):
-            base = row * length
-            center, scale, shift = _coefficients(x, row, *statistics)
-            total, products = 0.0, 0.0
+        for row in range(first, last, _step(length) * number):
+            other = row + number if _step(length) > 1 and row + number < last else -1
+            total, products, other_total, other_products = 0.0, 0.0, 0.0, 0.0
             for offset in range(0, length, chunk_length):
                 size = min(chunk_length, length - offset)
-                start, to_weight = base + offset, (g - row) * length
-                run_total, run_products = _run_sums(
-                    dy, x, start, size, center, scale, shift, weight, to_weight,
+                sums = _piece_sums(
+                    dy, x, row, other, g, length, offset, size, nothing, statistics, weight,
                     dweight, dbias, offset,
                 )  # fmt: skip
-                total += run_total
-                products += run_products
-            _gradient(
-                dy, x, dx, base, base + length, row, g, length, statistics, total, products,
-                centered, weight, streaming,
-            )  # fmt: skip
+                total += sums[0]
+                products += sums[1]
+                other_total += sums[2]
+                other_products += sums[3]
+            this = row
+            while this >= 0:
+                _gradient(
+                    dy, x, dx, this * length, (this + 1) * length, this, g, length, statistics,
+                    total, products, centered, weight, streaming,
+                )  # fmt: skip
+                this, other = other, -1
+                total, products = other_total, other_products
         if gradients:
             partials[task // number, 0, g * length : (g + 1) * length] = dweight
             partials[task // number, 1, g * length : (g + 1) * length] = dbias
@@ -291,7 +357,9 @@ def reduce_rows(
 
     `sums[row, piece]` gets both sums, `partials[0]` dweight and dbias.
     """
+    statistics = (mean, residual, inv_std)
     dweight, dbias = scratch(x, chunk_length), scratch(x, chunk_length)
+    nothing = np.zeros(chunk_length, x.dtype)
     total_dweight, total_dbias = np.empty(chunk_length), np.empty(chunk_length)
     task = next_task(board, me)
     while task >= 0:
@@ -299,14 +367,19 @@ def reduce_rows(
         offset = piece * chunk_length
         size = min(chunk_length, length - offset)
         _clear(total_dweight, total_dbias, size)
-        for first in range(0, batch, block):
+        for sample in range(0, batch, block):
+            first = sample * number + g
+            last = min(batch * number, first + block * number)
             _clear(dweight, dbias, size)
-            for row in range(first * number + g, min(batch, first + block) * number, number):
-                center, scale, shift = _coefficients(x, row, mean, residual, inv_std)
-                sums[row, piece, 0], sums[row, piece, 1] = _run_sums(
-                    dy, x, row * length + offset, size, center, scale, shift, weight,
-                    (g - row) * length, dweight, dbias, 0,
+            for row in range(first, last, _step(length) * number):
+                other = row + number if _step(length) > 1 and row + number < last else -1
+                run_sums = _piece_sums(
+                    dy, x, row, other, g, length, offset, size, nothing, statistics, weight,
+                    dweight, dbias, 0,
                 )  # fmt: skip
+                sums[row, piece, 0], sums[row, piece, 1] = run_sums[0], run_sums[1]
+                if other >= 0:
+                    sums[other, piece, 0], sums[other, piece, 1] = run_sums[2], run_sums[3]
             for i in range(size):
                 term = np.float64(load_scratch(dweight, i))
                 store(total_dweight, i, load_scratch(total_dweight, i) + term)

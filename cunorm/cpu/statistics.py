@@ -76,10 +76,8 @@ def _pivot(x, i):
 
 
 @strict_function
-def _center(x, count, mean, i):
-    """What to measure a chunk from: the mean of those before it, or its first element."""
-    if count == 0:
-        return _pivot(x, i)
+def _center(x, mean):
+    """The mean of the chunks before it, to measure a chunk from."""
     return as_accumulator(x, mean if math.isfinite(mean) else 0.0)
 
 
@@ -136,23 +134,39 @@ def _run_squares(x, start, length, center):
 
 
 @device_function
-def row_moments(x, base, length, chunk_length):
-    """(count, mean, m2) of a run of any length."""
-    count, mean, m2 = 0.0, 0.0, 0.0
-    for start in range(base, base + length, chunk_length):
-        chunk = min(chunk_length, base + length - start)
-        size = np.float64(chunk)
-        center = _center(x, count, mean, start)
-        if count == 0:
-            total = np.float64(_run_sum(x, start, chunk, center))
-            center = as_accumulator(x, center + total / size)
-        total, squares = _run_squares(x, start, chunk, center)
-        chunk_mean, chunk_m2 = _corrected(
-            np.float64(center), np.float64(total), np.float64(squares), size
-        )
-        mean, m2 = merge_moments(count, mean, m2, size, chunk_mean, chunk_m2)
-        count += size
-    return count, mean, m2
+def first_sum(x, i, start, length, centers, sums):
+    """The sum of the first run of channel i, taken about its first element."""
+    center = _pivot(x, start)
+    store(centers, i, center)
+    sums[i, 0] = _run_sum(x, start, length, center)
+
+
+@device_function
+def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, moments):
+    """Merge a chunk of each of some channels into the rows (count, mean, m2) of `moments`.
+
+    Of channel i it is `rows` runs of `length` elements, `stride` apart, from `starts[i]` on. If
+    it is the first chunk, `centers` and `sums` hold what its elements have been summed about,
+    and the sums. What is computed once for a channel is computed side by side.
+    """
+    count = np.float64(rows * length)
+    for i in range(channels):
+        if moments[i, 0] == 0.0:
+            center = as_accumulator(x, load_scratch(centers, i) + sums[i, 0] / count)
+        else:
+            center = _center(x, moments[i, 1])
+        store(centers, i, center)
+    sums[:channels, :] = 0.0
+    for r in range(rows):
+        for i in range(channels):
+            start = starts[i] + r * stride
+            total, squares = _run_squares(x, start, length, load_scratch(centers, i))
+            sums[i, 0] += total
+            sums[i, 1] += squares
+    for i in range(channels):
+        center = np.float64(load_scratch(centers, i))
+        mean, m2 = _corrected(center, sums[i, 0], sums[i, 1], count)
+        merge_into(moments, i, count, mean, m2)
 
 
 @device_function
@@ -171,29 +185,16 @@ def segments_moments(
     moments[:channels, :] = 0.0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
-        count = np.float64(rows * length)
         for i in range(channels):
             starts[i] = segments_start(first + i, outer, group, inner) + row * stride + offset
-            store(centers, i, _center(x, moments[i, 0], moments[i, 1], starts[i]))
-        sums[:channels, :] = 0.0
         if chunk == part * part_chunks:
-            for r in range(rows):
+            for i in range(channels):
+                first_sum(x, i, starts[i], length, centers, sums)
+            for r in range(1, rows):
                 for i in range(channels):
                     start = starts[i] + r * stride
                     sums[i, 0] += _run_sum(x, start, length, load_scratch(centers, i))
-            for i in range(channels):
-                store(centers, i, as_accumulator(x, load_scratch(centers, i) + sums[i, 0] / count))
-            sums[:channels, :] = 0.0
-        for r in range(rows):
-            for i in range(channels):
-                start = starts[i] + r * stride
-                total, squares = _run_squares(x, start, length, load_scratch(centers, i))
-                sums[i, 0] += total
-                sums[i, 1] += squares
-        for i in range(channels):
-            center = np.float64(load_scratch(centers, i))
-            mean, m2 = _corrected(center, sums[i, 0], sums[i, 1], count)
-            merge_into(moments, i, count, mean, m2)
+        chunk_moments(x, channels, starts, rows, stride, length, centers, sums, moments)
 
 
 @shared_kernel
@@ -261,7 +262,7 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
     zero = as_accumulator(x, 0.0)
     fours = 0 if reads_on(x, stride, width) else rows // 4 * 4
     for p in range(width):
-        store(center, p, _center(x, count, load_scratch(mean, p), start + p))
+        store(center, p, _center(x, load_scratch(mean, p)) if count else _pivot(x, start + p))
         store(total, p, zero)
         store(squares, p, zero)
     if count == 0:

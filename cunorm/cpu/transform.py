@@ -28,9 +28,9 @@ from .elements import (
     scratch,
     stage_size,
     store,
-    store_streaming,
-    streaming_range,
     strict_function,
+    sweep,
+    write,
 )
 from .memory import last_level_cache
 from .pieces import columns_part, columns_piece, runs_row, segments_start, spread
@@ -82,9 +82,8 @@ def _coefficients(x, statistic, parameter, residual, inv_std, weight, bias):
 
 
 @device_function
-def _elements_transform(put, x, y, start, end, to_y, mean, scale, shift):
-    for i in range(start, end):
-        put(y, i + to_y, (load(x, i) - mean) * scale + shift)
+def _transformed(i, x, mean, scale, shift):
+    return (load(x, i) - mean) * scale + shift
 
 
 @device_function
@@ -93,16 +92,14 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
 
     With a `stage` its elements are those of y from `staged` on; the new `staged` is returned.
     """
+    numbers = (x, mean, scale, shift)
     if stage.size == 0:
-        first, last = streaming_range(y, start, end, streaming)
-        _elements_transform(store, x, y, start, first, 0, mean, scale, shift)
-        _elements_transform(store_streaming, x, y, first, last, 0, mean, scale, shift)
-        _elements_transform(store, x, y, last, end, 0, mean, scale, shift)
+        write(y, 0, start, end, streaming, _transformed, numbers)
         return end
     while start < end:
         full = staged + stage.size
         stop = min(end, full)
-        _elements_transform(store, x, stage, start, stop, -staged, mean, scale, shift)
+        sweep(store, stage, -staged, start, stop, _transformed, numbers)
         if stop == full:
             flush(y, staged, full, stage)
             staged = full
@@ -200,21 +197,9 @@ def _normalize_segments(
 
 
 @device_function
-def _positions_transform(put, x, y, start, first, last, mean, scale, shift):
-    """Positions [first, last) of the row that begins at `start`."""
-    for p in range(first, last):
-        centered = load(x, start + p) - load_scratch(mean, p)
-        put(y, start + p, centered * load_scratch(scale, p) + load_scratch(shift, p))
-
-
-@device_function
-def _row_transform(x, y, start, width, mean, scale, shift, streaming):
-    numbers = (mean, scale, shift)
-    first, last = streaming_range(y, start, start + width, streaming)
-    first, last = first - start, last - start
-    _positions_transform(store, x, y, start, 0, first, *numbers)
-    _positions_transform(store_streaming, x, y, start, first, last, *numbers)
-    _positions_transform(store, x, y, start, last, width, *numbers)
+def _position_transformed(p, x, start, mean, scale, shift):
+    centered = load(x, start + p) - load_scratch(mean, p)
+    return centered * load_scratch(scale, p) + load_scratch(shift, p)
 
 
 @device_function
@@ -224,12 +209,13 @@ def columns_transform(x, y, start, stride, rows, width, tail_width, mean, scale,
     One row after another: several at a time would share what is loaded of the positions'
     numbers, but memory is fetched ahead where it is read on and on.
     """
-    numbers = (mean, scale, shift, streaming)
-    for row in range(rows):
+    for row in range(rows + 1):
+        begin = start + row * stride
         if stride > width:
-            prefetch(x, start + (row + 1) * stride, min(width, _FETCHED_BYTES // x.itemsize))
-        _row_transform(x, y, start + row * stride, width, *numbers)
-    _row_transform(x, y, start + rows * stride, tail_width, *numbers)
+            prefetch(x, begin + stride, min(width, _FETCHED_BYTES // x.itemsize))
+        length = width if row < rows else tail_width
+        numbers = (x, begin, mean, scale, shift)
+        write(y, begin, 0, length, streaming, _position_transformed, numbers)
 
 
 @device_function
