@@ -136,6 +136,22 @@ def test_rows_are_covered():
 
 
 @pytest.mark.parametrize(
+    ("shape", "itemsize", "resident"),
+    [
+        ((16, 131_072), 4, False),
+        ((64, 32_768), 2, False),
+        ((64, 32_768), 4, True),
+        ((2, 64), 4, True),
+    ],
+)
+def test_partial_sums_of_rows_are_few(shape, itemsize, resident):
+    """Rows are read twice where the blocks' sums would be as much as the rows."""
+    cut = plan.plan(row_norm_geometry(shape, 1), itemsize, 2)
+    assert cut.resident == resident
+    assert plan.plan(row_norm_geometry(shape, 1), itemsize, 1).resident
+
+
+@pytest.mark.parametrize(
     ("geometry", "forward", "backward"),
     [
         (row_norm_geometry((64, 4096), 1), plan.Rows, plan.Rows),

@@ -104,8 +104,10 @@ _WAY_BYTES = 64 << 10
 _WIDE_BYTES = 512
 
 # The gradients of a row's parameters are added up in blocks of samples: 64 to keep many
-# threads busy, fewer where their partial sums would be more than 1/16 of the data. Chains of
-# additions are no longer than in columns.
+# threads busy, fewer where their partial sums, two of 4 bytes an element of a row, would be more
+# than 1/16 of the data. Chains of additions are no longer than in columns. Where the sums are as
+# much as the data, rows are read twice instead: a task then takes a piece of all of them.
+_SUMS_BYTES = 8
 _MOST_BLOCKS = 64
 _LEAST_BLOCKS = 16
 _BLOCK_SHARE = 16
@@ -196,16 +198,16 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
     pieces, chunk_length = _pieces(length)
     number = group // members
     row_bytes = length * itemsize
-    # Partial sums: two of 4 bytes an element of a sample and block.
-    fitting = batch * itemsize // (8 * _BLOCK_SHARE)
+    fitting = batch * itemsize // (_SUMS_BYTES * _BLOCK_SHARE)
     blocks = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, fitting))
     blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
     block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)
     blocks = _ceil_div(batch, block)
+    few_sums = operands < 2 or blocks == 1 or block * itemsize > _SUMS_BYTES
     return Rows(
         tasks=batch * number * pieces,
         resident_tasks=number * blocks,
-        resident=row_bytes * operands <= _RESIDENT_RUNS_BYTES,
+        resident=row_bytes * operands <= _RESIDENT_RUNS_BYTES and few_sums,
         chunk_length=chunk_length,
         pieces=pieces,
         block=block,
