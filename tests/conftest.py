@@ -122,6 +122,7 @@ def _cut_for_cpu(monkeypatch, resident):
         "_RESIDENT_CHANNEL_BYTES": size,
         "_RESIDENT_RUNS_BYTES": size,
         "_RESIDENT_COLUMNS_BYTES": size,
+        "_TWICE_PIECES": 1 << 40,
     }.items():
         assert hasattr(plan, name), name
         monkeypatch.setattr(plan, name, value)

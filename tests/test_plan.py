@@ -141,14 +141,18 @@ def test_rows_are_covered():
         ((16, 131_072), 4, False),
         ((64, 32_768), 2, False),
         ((64, 32_768), 4, True),
+        ((32, 16_384), 8, False),
+        ((1, 100_000), 4, False),
+        ((16, 4096), 4, True),  # else one task
         ((2, 64), 4, True),
     ],
 )
 def test_partial_sums_of_rows_are_few(shape, itemsize, resident):
     """Rows are read twice where the blocks' sums would be as much as the rows."""
-    cut = plan.plan(row_norm_geometry(shape, 1), itemsize, 2)
-    assert cut.resident == resident
-    assert plan.plan(row_norm_geometry(shape, 1), itemsize, 1).resident
+    geometry = row_norm_geometry(shape, 1)
+    assert plan.plan(geometry, itemsize, 2).resident == resident
+    assert plan.plan(geometry, itemsize, 1).resident
+    assert plan.rows_plan(geometry, itemsize, 3).resident
 
 
 @pytest.mark.parametrize(

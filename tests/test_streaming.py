@@ -93,7 +93,7 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
 def test_rounding_to_bfloat16(rng, length):
     """To nearest, ties to even, subnormals kept, and no NaN becomes a number.
 
-    Values of all neighbours, the same ones, and an odd one at the end.
+    Neighbours are different values, or the same ones.
     """
     bits = rng.integers(0, 1 << 32, 100_000, dtype=np.uint32)
     ties = (bits & 0xFFFF0000) | 0x8000

@@ -59,11 +59,7 @@ from .rows import (
 from .statistics import NONE, parameter, reads_on, residual_times
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
-from .transform import (
-    STREAMING_BYTES,
-    columns_transform,
-    run_transform,
-)
+from .transform import STREAMING_BYTES, columns_transform, run_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
 

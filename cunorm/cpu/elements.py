@@ -158,7 +158,7 @@ def _pack(builder, first, second):
     return builder.or_(low, builder.and_(_rounded(builder, second), word(0xFFFF0000)))
 
 
-def _write(builder, value, address, streaming, align=None):
+def _emit_store(builder, value, address, streaming, align=None):
     instruction = builder.store(value, address, align=64 if streaming else align)
     instruction.set_metadata("noalias", _alias_scope(builder.module))
     if streaming:
@@ -172,16 +172,16 @@ def _define_store(streaming):
             data, position, *numbers = arguments
             address = _address(context, builder, signature.args[0], data, position)
             if second is None:
-                value = _narrow(builder, array.dtype, numbers[0])
-                _write(builder, value, address, streaming)
+                narrow = _narrow(builder, array.dtype, numbers[0])
+                _emit_store(builder, narrow, address, streaming)
             else:
                 word = _pack(builder, *numbers)
                 address = builder.bitcast(address, word.type.as_pointer())
-                _write(builder, word, address, streaming, align=array.dtype.bitwidth // 8)
+                _emit_store(builder, word, address, streaming, align=array.dtype.bitwidth // 8)
             return context.get_dummy_value()
 
         number = _accumulator(array.dtype)
-        if second is None:
+        if second is None:  # a default has a type too
             return types.void(array, types.intp, number, types.Omitted(None)), generate
         return types.void(array, types.intp, number, number), generate
 
@@ -193,7 +193,7 @@ def _define_move(streaming):
         def generate(context, builder, signature, arguments):
             value = builder.load(_address(context, builder, signature.args[2], *arguments[2:]))
             address = _address(context, builder, signature.args[0], *arguments[:2])
-            _write(builder, value, address, streaming)
+            _emit_store(builder, value, address, streaming)
             return context.get_dummy_value()
 
         return types.void(array, types.intp, source, types.intp), generate
@@ -322,7 +322,7 @@ def _sweep(put, y, to_y, start, end, element, arguments):
 
 @device_function
 def write(y, to_y, start, end, streaming, element, arguments):
-    """The same, past the caches as far as that pays."""
+    """`sweep`, past the caches as far as that pays."""
     first, last = streaming_range(y, start + to_y, end + to_y, streaming)
     first, last = first - to_y, last - to_y
     sweep(store, y, to_y, start, first, element, arguments)

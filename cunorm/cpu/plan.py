@@ -90,8 +90,8 @@ _MOST_PARTS = 32
 _ENOUGH_TASKS = 256
 
 # What one task may keep near. Runs, and whole samples, come back fast from a shared
-# third-level cache too, channels of runs from most of a processor's share of it; narrow columns,
-# a cache line here and there, only from the second.
+# third-level cache too, channels of runs from three quarters of a processor's share of it; narrow
+# columns, a cache line here and there, only from the second.
 _RESIDENT_CHANNEL_BYTES = min(max(2 << 20, last_level_cache()[1] // 4 * 3), 12 << 20)
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
@@ -104,14 +104,15 @@ _WAY_BYTES = 64 << 10
 _WIDE_BYTES = 512
 
 # The gradients of a row's parameters are added up in blocks of samples: 64 to keep many
-# threads busy, fewer where their partial sums, two of 4 bytes an element of a row, would be more
-# than 1/16 of the data. Chains of additions are no longer than in columns. Where the sums are as
-# much as the data, rows are read twice instead: a task then takes a piece of all of them.
-_SUMS_BYTES = 8
+# threads busy, fewer where their partial sums would be more than 1/16 of the data. Chains of
+# additions are no longer than in columns. Where a block is so few samples that its sums are as
+# much as the data, rows of so many pieces are read twice instead: a task then takes the same
+# piece of all rows.
 _MOST_BLOCKS = 64
 _LEAST_BLOCKS = 16
 _BLOCK_SHARE = 16
 _MOST_BLOCK_SAMPLES = 256
+_TWICE_PIECES = 4
 
 # Runs of neighbouring channels are read in turns, so much memory on end.
 _STRETCH_BYTES = 32 << 10
@@ -198,16 +199,17 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
     pieces, chunk_length = _pieces(length)
     number = group // members
     row_bytes = length * itemsize
-    fitting = batch * itemsize // (_SUMS_BYTES * _BLOCK_SHARE)
+    sums_bytes = 2 * max(4, itemsize)  # two in the accumulator type for an element of a row
+    fitting = batch * itemsize // (sums_bytes * _BLOCK_SHARE)
     blocks = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, fitting))
     blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
     block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)
     blocks = _ceil_div(batch, block)
-    few_sums = operands < 2 or blocks == 1 or block * itemsize > _SUMS_BYTES
+    twice = operands == 2 and pieces >= _TWICE_PIECES and block * itemsize <= sums_bytes
     return Rows(
         tasks=batch * number * pieces,
         resident_tasks=number * blocks,
-        resident=row_bytes * operands <= _RESIDENT_RUNS_BYTES and few_sums,
+        resident=row_bytes * operands <= _RESIDENT_RUNS_BYTES and not twice,
         chunk_length=chunk_length,
         pieces=pieces,
         block=block,

@@ -1,9 +1,9 @@
 """Kernels for rows: statistics of contiguous elements, each of which has its own parameters.
 
 An array is ``(batch, number, length)``, and row ``[n, g]`` is scaled by ``weight[g]``. A row
-that fits the cache is read from memory once. The gradients of the parameters are sums over
-the samples: a task takes a block of samples of one g, adds up their contributions beside the
-sums of every row, and the blocks are added up in order.
+that fits the cache is read from memory once, but twice in a backward pass of few long ones. The
+gradients of the parameters are sums over the samples: a task takes a block of samples of one g,
+adds up their contributions beside the sums of every row, and the blocks are added up in order.
 
 What a row becomes depends on the row alone, to the bit, and not on the rows around it.
 """
@@ -227,7 +227,10 @@ def _two_sums(
     dy, x, start, numbers, other_dy, other_x, other_start, other_numbers,
     length, weight, to_weight, dweight, dbias, first,
 ):  # fmt: skip
-    """The same of two runs: twice as much memory is on its way, half as much goes to and fro."""
+    """The same of two runs, so that twice as much memory is on its way.
+
+    The gradients of the parameters are read and written half as often.
+    """
     mean, scale, shift = numbers
     other_mean, other_scale, other_shift = other_numbers
     total, products = as_accumulator(x, 0.0), as_accumulator(x, 0.0)
@@ -248,7 +251,15 @@ def _two_sums(
 
 @device_function
 def _step(length):
+    """How many rows a backward pass takes at a time."""
     return 2 if length > _SINGLE_LENGTH else 1
+
+
+@device_function
+def _partner(row, number, length, last):
+    """The row that is taken together with this one, which comes before `last`; -1: none."""
+    other = row + number
+    return other if _step(length) > 1 and other < last else -1
 
 
 @device_function
@@ -314,7 +325,7 @@ def backward_rows(
     """
     statistics = (mean, residual, inv_std)
     dweight, dbias = scratch(x, length), scratch(x, length)
-    nothing = np.zeros(min(length, chunk_length), x.dtype)
+    nothing = np.zeros(chunk_length, x.dtype)
     task = next_task(board, me)
     while task >= 0:
         g = task % number
@@ -322,7 +333,7 @@ def backward_rows(
         last = min(batch * number, first + block * number)
         _clear(dweight, dbias, length)
         for row in range(first, last, _step(length) * number):
-            other = row + number if _step(length) > 1 and row + number < last else -1
+            other = _partner(row, number, length, last)
             total, products, other_total, other_products = 0.0, 0.0, 0.0, 0.0
             for offset in range(0, length, chunk_length):
                 size = min(chunk_length, length - offset)
@@ -335,7 +346,7 @@ def backward_rows(
                 other_total += sums[2]
                 other_products += sums[3]
             this = row
-            while this >= 0:
+            while this >= 0:  # a loop, so that the sweep is compiled once
                 _gradient(
                     dy, x, dx, this * length, (this + 1) * length, this, g, length, statistics,
                     total, products, centered, weight, streaming,
@@ -372,7 +383,7 @@ def reduce_rows(
             last = min(batch * number, first + block * number)
             _clear(dweight, dbias, size)
             for row in range(first, last, _step(length) * number):
-                other = row + number if _step(length) > 1 and row + number < last else -1
+                other = _partner(row, number, length, last)
                 run_sums = _piece_sums(
                     dy, x, row, other, g, length, offset, size, nothing, statistics, weight,
                     dweight, dbias, 0,

@@ -77,7 +77,7 @@ def _pivot(x, i):
 
 @strict_function
 def _center(x, mean):
-    """The mean of the chunks before it, to measure a chunk from."""
+    """The mean so far, to measure the next chunk from; 0 if it is not finite."""
     return as_accumulator(x, mean if math.isfinite(mean) else 0.0)
 
 

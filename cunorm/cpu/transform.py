@@ -211,7 +211,7 @@ def columns_transform(x, y, start, stride, rows, width, tail_width, mean, scale,
     """
     for row in range(rows + 1):
         begin = start + row * stride
-        if stride > width:
+        if stride > width and row < rows:
             prefetch(x, begin + stride, min(width, _FETCHED_BYTES // x.itemsize))
         length = width if row < rows else tail_width
         numbers = (x, begin, mean, scale, shift)
@@ -369,7 +369,7 @@ _NORMALIZE = {Segments: _normalize_segments, Columns: _normalize_columns}
 
 
 @lru_cache(maxsize=1024)
-def _sweep(geometry: Geometry, itemsize: int):
+def _given(geometry: Geometry, itemsize: int):
     """(kernel, tasks, last arguments) to transform with given statistics."""
     cut = plan(geometry, itemsize, 0)
     if isinstance(cut, Rows):
@@ -408,7 +408,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 
     Each of mean, residual, inv_std, weight and bias may be None.
     """
-    kernel, tasks, last = _sweep(geometry, x.itemsize)
+    kernel, tasks, last = _given(geometry, x.itemsize)
     dtype = statistics_dtype(x.dtype)
     if kernel is transform_rows:
         weight = row_parameter(weight, dtype, geometry, 1.0)
