@@ -29,8 +29,6 @@ LEAST_CAPABILITY = 75  # 7.5
 
 Export: TypeAlias = Callable[[Any], Array]
 
-_USUAL = frozenset((np.ndarray, type(None)))
-
 
 @cache
 def cuda_missing() -> str | None:
@@ -148,7 +146,10 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
 
     ``None`` stays ``None``. The first array decides what the results are.
     """
-    if _USUAL.issuperset(map(type, values)):
+    for value in values:
+        if type(value) is not np.ndarray and value is not None:
+            break
+    else:  # as a rule
         return values, _cpu()
     cupy = sys.modules.get("cupy")
     if cupy is not None and all(v is None or type(v) is cupy.ndarray for v in values):
@@ -447,7 +448,6 @@ class Operands:
         self, xp: Any, like: Any, inputs: tuple[Any, ...], out: Any | None, leading: int = 0
     ) -> None:
         memory = cpu_memory if xp is np else xp
-        self._xp = xp
         self.inputs = inputs
         model = like if out is None else out
         asked = inputs if inputs and inputs[0] is model else (*inputs, model)
@@ -459,8 +459,10 @@ class Operands:
             self.order = axes(like.ndim)
             if out is None:
                 out = memory.empty_like(like)
-            self.out = self._target = self._result = out
+            self.out = out
+            self._result = None
             return
+        self._xp = xp
         self._result = memory.empty_like(like) if out is None else out
         order = memory_order(self._result, leading)
         if order is None:  # given by the caller and with gaps, or other axes are the slowest
@@ -486,6 +488,8 @@ class Operands:
 
     def finish(self) -> Any:
         """The output as the caller asked for it."""
+        if self._result is None:
+            return self.out
         if self._target is not self._result:
             self._xp.copyto(self._result, self._target)
         return self._result

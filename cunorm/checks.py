@@ -151,12 +151,29 @@ def normalized_axes(shape: tuple[int, ...], dtype: np.dtype, axis: int) -> int:
     return axis % ndim
 
 
-def per_channel(number: int, dtype: np.dtype, **vectors: np.ndarray | None) -> None:
+def per_channel(
+    number: int,
+    dtype: np.dtype,
+    *,
+    weight: Any = None,
+    bias: Any = None,
+    running_mean: Any = None,
+    running_var: Any = None,
+) -> None:
     """Parameters and running statistics with one value a channel."""
     shape = (number,)
-    for name, array in vectors.items():
-        if array is not None and (array.dtype is not dtype or array.shape != shape):
-            parameter(name, array, shape, ONE_A_CHANNEL, dtype)
+    vectors = (weight, bias, running_mean, running_var)
+    for array in vectors:  # as a rule
+        if array is None:
+            continue
+        own = array.dtype
+        if (own is not dtype and own is not _FLOAT32) or array.shape != shape:
+            break
+    else:
+        return
+    names = ("weight", "bias", "running_mean", "running_var")
+    for name, array in zip(names, vectors, strict=True):
+        parameter(name, array, shape, ONE_A_CHANNEL, dtype)
 
 
 def parameter(
@@ -184,7 +201,8 @@ def statistic(
         raise TypeError(f"{name}: expected an array of shape {shape}, got None")
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, {meaning}, got {array.shape}")
-    floating(name, array.dtype)
+    if array.dtype is not _FLOAT32:  # as a rule
+        floating(name, array.dtype)
 
 
 def writable(name: str, array: np.ndarray | None) -> None:
@@ -314,7 +332,14 @@ def _fraction(name: str, value: Any) -> float:
 
 
 def running_statistics(
-    place: arrays.Place, running_mean: Any, running_var: Any, **inputs: Any
+    place: arrays.Place,
+    running_mean: Any,
+    running_var: Any,
+    *,
+    x: Any = None,
+    conv_weight: Any = None,
+    weight: Any = None,
+    bias: Any = None,
 ) -> None:
     """Running statistics that are written: writable, and apart from each other and the inputs."""
     for name in place.read_only:
@@ -322,8 +347,9 @@ def running_statistics(
             raise arrays.read_only_error(name)
     if running_mean is running_var is None:
         return
-    if _has_own_memory(running_mean, running_var, inputs.values()):
+    if _has_own_memory(running_mean, running_var, (x, conv_weight, weight, bias)):
         return
+    inputs = {"x": x, "conv_weight": conv_weight, "weight": weight, "bias": bias}
     _apart("running_mean", running_mean, inputs)
     _apart("running_var", running_var, {"running_mean": running_mean, **inputs})
     writable("running_mean", running_mean)
@@ -407,6 +433,12 @@ def _frames_of_this_package() -> int:
 
 def mask(output_mask: Any, *names: str) -> tuple[bool, ...]:
     """A boolean for each of the gradients named."""
+    if type(output_mask) is tuple and len(output_mask) == len(names):
+        for value in output_mask:
+            if value is not True and value is not False:
+                break
+        else:  # as a rule
+            return output_mask
     try:
         wanted = tuple(output_mask)
     except TypeError:

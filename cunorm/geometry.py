@@ -50,7 +50,8 @@ class Geometry(NamedTuple):
     @property
     def statistics(self) -> int:
         """Number of (mean, variance) pairs."""
-        return self.batch * self.group // self.members
+        batch, _, group, _, members, _ = self
+        return batch * group // members
 
     def merged(self) -> Geometry:
         """The same with the members of a statistic as one group: of statistics alone."""

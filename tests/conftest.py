@@ -107,7 +107,7 @@ def threads():
 
 
 def _cut_for_cpu(monkeypatch, resident):
-    from cunorm.cpu import backward, double_backward, plan, pool, transform
+    from cunorm.cpu import backward, double_backward, plan, pool, rows, transform
 
     size = 1 << 40 if resident else 0
     for name, value in {
@@ -129,6 +129,8 @@ def _cut_for_cpu(monkeypatch, resident):
     for name in ("_BYTES_PER_LISTENER", "_BYTES_PER_SLEEPER"):
         assert hasattr(pool, name), name
         monkeypatch.setattr(pool, name, 64)
+    assert hasattr(rows, "_ADDED_ELEMENTS")
+    monkeypatch.setattr(rows, "_ADDED_ELEMENTS", 8)
     for module in (transform, backward, double_backward):
         monkeypatch.setattr(module, "STREAMING_BYTES", 0)
 

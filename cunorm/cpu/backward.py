@@ -49,7 +49,7 @@ from .pieces import (
 from .plan import Columns, Rows, Segments, plan, stays_near, stretches
 from .pool import run
 from .rows import (
-    add_up_blocks,
+    add_up,
     backward_rows,
     gradient_rows,
     reduce_rows,
@@ -724,11 +724,7 @@ def _backward_rows(
                 *statistics, weight, sums, centered, streaming, numbers(*extents, *cut.arguments),
             )  # fmt: skip
     if gradients:
-        chunk = 1024
-        run(
-            add_up_blocks, -(-geometry.parameters // chunk), partials.nbytes, partials,
-            geometry.inner, dweight, dbias, chunk,
-        )  # fmt: skip
+        add_up(partials, geometry, dweight, dbias)
 
 
 # --- the verbs ----------------------------------------------------------------

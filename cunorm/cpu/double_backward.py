@@ -46,7 +46,7 @@ from .pieces import (
 )
 from .plan import Columns, Rows, Segments, plan, rows_plan, stays_near
 from .pool import run
-from .rows import add_up_blocks, row_extents, row_parameter
+from .rows import add_up, row_extents, row_parameter
 from .statistics import NONE, parameter, residual_times
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
@@ -981,8 +981,4 @@ def _of_rows(arrays, mean, residual, inv_std, parameters, geometry: Geometry, dd
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
     if ddweight.size:
-        chunk = 1024
-        run(
-            add_up_blocks, -(-geometry.parameters // chunk), partials.nbytes, partials,
-            geometry.inner, ddweight, NONE[mean.dtype], chunk,
-        )  # fmt: skip
+        add_up(partials, geometry, ddweight, NONE[mean.dtype])

@@ -201,7 +201,7 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
     row_bytes = length * itemsize
     sums_bytes = 2 * max(4, itemsize)  # two in the accumulator type for an element of a row
     fitting = batch * itemsize // (sums_bytes * _BLOCK_SHARE)
-    blocks = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, fitting))
+    blocks = min(_MOST_BLOCKS, max(_ceil_div(_LEAST_BLOCKS, number), fitting))
     blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
     block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)
     blocks = _ceil_div(batch, block)

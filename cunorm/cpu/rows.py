@@ -24,11 +24,12 @@ from .elements import (
     strict_function,
     write,
 )
+from .pool import run
 from .statistics import chunk_moments, first_sum, parameter, residual_times, save
 from .tasks import last_task, next_task, shared_kernel
 
 __all__ = [
-    "add_up_blocks",
+    "add_up",
     "backward_rows",
     "gradient_rows",
     "normalize_rows",
@@ -53,7 +54,8 @@ def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0):
     spare no memory traffic.
     """
     if array is None:
-        return np.full(geometry.group * geometry.inner, absent, dtype)
+        size = geometry.group * geometry.inner
+        return np.full(size, absent, dtype) if absent else np.zeros(size, dtype)  # is quicker
     values = parameter(array, dtype, offset)
     return values.repeat(geometry.inner) if geometry.inner > 1 else values
 
@@ -64,6 +66,9 @@ _LOT_ROWS = 16
 
 # Rows longer than this are taken by twos in a backward pass.
 _SINGLE_LENGTH = 2048
+
+# Blocks of a row's gradients are added up for so many elements at a time, in a near cache.
+_ADDED_ELEMENTS = 1024
 
 
 @device_function
@@ -182,11 +187,11 @@ def squares_rows(
 
 @shared_kernel
 def transform_rows(
-    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, /,
+    board, me, x, y, statistics, weight, bias, streaming, /,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
-    of_rows = (mean, residual, inv_std)
+    of_rows = (statistics[0], statistics[2], statistics[1])
     task = last_task(board, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
@@ -333,18 +338,29 @@ def backward_rows(
         last = min(batch * number, first + block * number)
         _clear(dweight, dbias, length)
         for row in range(first, last, _step(length) * number):
-            other = _partner(row, number, length, last)
+            other = -1
             total, products, other_total, other_products = 0.0, 0.0, 0.0, 0.0
-            for offset in range(0, length, chunk_length):
-                size = min(chunk_length, length - offset)
-                sums = _piece_sums(
-                    dy, x, row, other, g, length, offset, size, nothing, statistics, weight,
-                    dweight, dbias, offset,
-                )  # fmt: skip
-                total += sums[0]
-                products += sums[1]
-                other_total += sums[2]
-                other_products += sums[3]
+            if _step(length) == 1:
+                numbers = _coefficients(x, row, *statistics)
+                for offset in range(0, length, chunk_length):
+                    sums = _run_sums(
+                        dy, x, row * length + offset, min(chunk_length, length - offset), numbers,
+                        weight, g * length + offset, dweight, dbias, offset,
+                    )  # fmt: skip
+                    total += sums[0]
+                    products += sums[1]
+            else:
+                other = _partner(row, number, length, last)
+                for offset in range(0, length, chunk_length):
+                    size = min(chunk_length, length - offset)
+                    pair_sums = _piece_sums(
+                        dy, x, row, other, g, length, offset, size, nothing, statistics, weight,
+                        dweight, dbias, offset,
+                    )  # fmt: skip
+                    total += pair_sums[0]
+                    products += pair_sums[1]
+                    other_total += pair_sums[2]
+                    other_products += pair_sums[3]
             this = row
             while this >= 0:  # a loop, so that the sweep is compiled once
                 _gradient(
@@ -425,36 +441,44 @@ def gradient_rows(
 
 
 @device_function
-def _add_up(partials, k, inner, result, first, number, totals):
-    for i in range(number):
-        totals[i] = 0.0
+def _add_up_some(partials, k, inner, result, first, number, totals):
+    size = number * inner
+    totals[:size] = 0.0
     for block in range(partials.shape[0]):
-        values = partials[block, k]
-        if inner == 1:
-            for i in range(number):
-                store(totals, i, load_scratch(totals, i) + np.float64(load(values, first + i)))
-        else:
-            for i in range(number):
-                total = 0.0
-                for j in range((first + i) * inner, (first + i + 1) * inner):
-                    total += np.float64(load(values, j))
-                store(totals, i, load_scratch(totals, i) + total)
+        values = partials[block, k, first * inner :]
+        for i in range(size):
+            store(totals, i, load_scratch(totals, i) + np.float64(load(values, i)))
     for i in range(number):
-        store(result, first + i, as_accumulator(result, load_scratch(totals, i)))
+        total = 0.0
+        for j in range(i * inner, (i + 1) * inner):
+            total = accumulate(total, load_scratch(totals, j))
+        store(result, first + i, as_accumulator(result, total))
 
 
 @shared_kernel
-def add_up_blocks(board, me, partials, inner, dweight, dbias, chunk):
+def _add_up_blocks(board, me, partials, inner, dweight, dbias, chunk):
     """Sums of `partials` over blocks and `inner` elements a channel; a task is `chunk` channels.
 
     Either of dweight and dbias may be empty and is left out then.
     """
-    totals = np.empty(chunk)
+    totals = np.empty(chunk * inner)
     task = next_task(board, me)
     while task >= 0:
         first = task * chunk
         if dweight.size:
-            _add_up(partials, 0, inner, dweight, first, min(chunk, dweight.size - first), totals)
+            _add_up_some(
+                partials, 0, inner, dweight, first, min(chunk, dweight.size - first), totals
+            )
         if dbias.size:
-            _add_up(partials, 1, inner, dbias, first, min(chunk, dbias.size - first), totals)
+            _add_up_some(partials, 1, inner, dbias, first, min(chunk, dbias.size - first), totals)
         task = next_task(board, me)
+
+
+def add_up(partials, geometry: Geometry, dweight, dbias):
+    """Sums of `partials`, of (blocks, dweight and dbias, elements of a sample), a parameter.
+
+    Either of dweight and dbias, which are flat, may be empty and is left out then.
+    """
+    chunk = max(1, _ADDED_ELEMENTS // geometry.inner)
+    tasks = -(-geometry.parameters // chunk)
+    run(_add_up_blocks, tasks, partials.nbytes, partials, geometry.inner, dweight, dbias, chunk)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,10 +110,11 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
 
 @shared_kernel
 def _transform_segments(
-    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, /,
+    board, me, x, y, statistics, weight, bias, streaming, /,
     batch, outer, group, inner, members, parameters, stretch,
 ):  # fmt: skip
     """A task is a stretch of memory; the last one goes first, being nearest."""
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     stage = np.empty(stage_size(y, inner, streaming), y.dtype)
     task = last_task(board, me)
     while task >= 0:
@@ -261,11 +263,12 @@ def _spread(
 
 @shared_kernel
 def _transform_columns(
-    board, me, x, y, mean, residual, inv_std, weight, bias, streaming, /, members, parameters,
+    board, me, x, y, statistics, weight, bias, streaming, /, members, parameters,
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
     blocks = scratch(x, (3, most))
     block_mean, block_scale, block_shift = blocks[0], blocks[1], blocks[2]
@@ -368,39 +371,67 @@ def _given_statistics(running_mean, running_var, eps, statistics):
 _NORMALIZE = {Segments: _normalize_segments, Columns: _normalize_columns}
 
 
+class _Call(NamedTuple):
+    """What a call of a shared kernel needs that does not depend on the arrays' elements."""
+
+    kernel: Any
+    tasks: int
+    nbytes: int  # of x and the output
+    numbers: Any
+
+
+def _call(kernel, tasks: int, geometry: Geometry, dtype: np.dtype, *arguments: int) -> _Call:
+    nbytes = 2 * geometry.size * dtype.itemsize
+    return _Call(kernel, tasks, nbytes, numbers(*arguments))
+
+
 @lru_cache(maxsize=1024)
-def _given(geometry: Geometry, itemsize: int):
-    """(kernel, tasks, last arguments) to transform with given statistics."""
-    cut = plan(geometry, itemsize, 0)
+def _given(geometry: Geometry, dtype: np.dtype) -> _Call:
+    """To transform x of this dtype with given statistics."""
+    cut = plan(geometry, dtype.itemsize, 0)
     if isinstance(cut, Rows):
-        return transform_rows, cut.tasks, numbers(*row_extents(geometry), *cut.arguments)
+        arguments = (*row_extents(geometry), *cut.arguments)
+        return _call(transform_rows, cut.tasks, geometry, dtype, *arguments)
     if isinstance(cut, Segments):
-        tasks, stretch = stretches(geometry, itemsize)
-        return _transform_segments, tasks, numbers(*geometry, stretch)
-    return (
-        _transform_columns,
-        cut.tasks,
-        numbers(*geometry[4:], *geometry.merged()[:4], *cut.arguments),
-    )
+        tasks, stretch = stretches(geometry, dtype.itemsize)
+        return _call(_transform_segments, tasks, geometry, dtype, *geometry, stretch)
+    arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
+    return _call(_transform_columns, cut.tasks, geometry, dtype, *arguments)
 
 
 @lru_cache(maxsize=1024)
-def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int):
-    """The same to normalize whole statistics while they are near; None if that is not to be."""
-    cut = plan(geometry, itemsize, 1, centered)
+def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int) -> _Call | None:
+    """To normalize whole statistics while they are near; None if that is not to be."""
+    cut = plan(geometry, dtype.itemsize, 1, centered)
     if isinstance(cut, Rows):
         if not cut.resident:
             return None
-        arguments = numbers(centered, *row_extents(geometry), *cut.arguments)
-        return normalize_rows, cut.resident_tasks, arguments
-    merged = statistics_plan(geometry, itemsize)
+        arguments = (centered, *row_extents(geometry), *cut.arguments)
+        return _call(normalize_rows, cut.resident_tasks, geometry, dtype, *arguments)
+    merged = statistics_plan(geometry, dtype.itemsize)
     if not stays_near(merged, threads):
         return None
-    return (
-        _NORMALIZE[type(merged)],
-        merged.resident_tasks,
-        numbers(*geometry[4:], *geometry.merged()[:4], *merged.arguments),
-    )
+    arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
+    kernel = _NORMALIZE[type(merged)]
+    return _call(kernel, merged.resident_tasks, geometry, dtype, *arguments)
+
+
+def _parameters(kernel, weight, bias, dtype, geometry: Geometry):
+    """Weight and bias as a kernel takes them."""
+    if kernel is transform_rows or kernel is normalize_rows:
+        weight = row_parameter(weight, dtype, geometry, 1.0)
+        return weight, row_parameter(bias, dtype, geometry, 0.0)
+    return parameter(weight, dtype), parameter(bias, dtype)
+
+
+def _transform(x, statistics, weight, bias, geometry: Geometry, out):
+    """Transform with statistics as `save` writes them."""
+    kernel, tasks, nbytes, last = _given(geometry, x.dtype)
+    weight, bias = _parameters(kernel, weight, bias, statistics.dtype, geometry)
+    run(
+        kernel, tasks, nbytes, flat(x), flat(out), statistics, weight, bias,
+        nbytes > STREAMING_BYTES, last,
+    )  # fmt: skip
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
@@ -408,36 +439,26 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 
     Each of mean, residual, inv_std, weight and bias may be None.
     """
-    kernel, tasks, last = _given(geometry, x.itemsize)
-    dtype = statistics_dtype(x.dtype)
-    if kernel is transform_rows:
-        weight = row_parameter(weight, dtype, geometry, 1.0)
-        bias = row_parameter(bias, dtype, geometry, 0.0)
-    else:
-        weight, bias = parameter(weight, dtype), parameter(bias, dtype)
-    run(
-        kernel, tasks, 2 * x.nbytes, flat(x), flat(out),
-        np.zeros(geometry.statistics, dtype) if mean is None else mean,
-        NONE[dtype] if residual is None else residual,
-        np.ones(geometry.statistics, dtype) if inv_std is None else inv_std,
-        weight, bias, 2 * x.nbytes > STREAMING_BYTES, last,
-    )  # fmt: skip
+    statistics = np.empty((3, geometry.statistics), statistics_dtype(x.dtype))
+    statistics[0] = 0.0 if mean is None else mean
+    statistics[1] = 1.0 if inv_std is None else inv_std
+    statistics[2] = 0.0 if residual is None else residual
+    _transform(x, statistics, weight, bias, geometry, out)
 
 
 def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
     """Transform of x with running statistics into `out`.
 
-    Returns mean, inv_std and residual (what rounding took from the mean) in the accumulator
-    type.
+    Returns mean, inv_std and residual (what rounding took from the mean) as the first rows of
+    one array, in the accumulator type.
     """
     dtype = statistics_dtype(x.dtype)
     statistics = np.empty((3, geometry.statistics), dtype)
     given_mean = running_mean if _are_plain(running_mean, dtype) else flat(dense(running_mean))
     given_var = running_var if _are_plain(running_var, dtype) else flat(dense(running_var))
     _given_statistics(given_mean, given_var, eps, statistics)
-    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]  # unpacking is slower
-    transform(x, mean, residual, inv_std, weight, bias, geometry, out)
-    return mean, inv_std, residual
+    _transform(x, statistics, weight, bias, geometry, out)
+    return statistics
 
 
 def normalize(
@@ -449,7 +470,7 @@ def normalize(
     The running statistics take in mean and var * scale. Not `centered`, statistics are taken
     about zero: the mean is 0, and the variance the mean square. Weights count `weight_offset`
     more. Returns mean, inv_std, residual (what rounding took from the mean) and variance as
-    the rows of one array, in the accumulator type.
+    the first rows of one array, in the accumulator type.
     """
     dtype = statistics_dtype(x.dtype)
     statistics = np.empty((4, geometry.statistics), dtype)
@@ -459,7 +480,7 @@ def normalize(
     none = NONE[dtype]
     mean = running_mean if _are_plain(running_mean, dtype) else none
     var = running_var if _are_plain(running_var, dtype) else none
-    fused = _fused(geometry, x.itemsize, centered, get_num_threads())
+    fused = _fused(geometry, x.dtype, centered, get_num_threads())
     if fused is None:
         if centered:
             partials = partial_moments(x, geometry)
@@ -472,17 +493,13 @@ def normalize(
                 numbers(*row_extents(geometry), *cut.arguments),
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
-        transform(x, statistics[0], statistics[2], statistics[1], weight, bias, geometry, out)
+        _transform(x, statistics, weight, bias, geometry, out)
     else:
-        kernel, tasks, last = fused
-        if kernel is normalize_rows:
-            weight = row_parameter(weight, dtype, geometry, 1.0)
-            bias = row_parameter(bias, dtype, geometry, 0.0)
-        else:
-            weight, bias = parameter(weight, dtype), parameter(bias, dtype)
+        kernel, tasks, nbytes, last = fused
+        weight, bias = _parameters(kernel, weight, bias, dtype, geometry)
         run(
-            kernel, tasks, 2 * x.nbytes, flat(x), flat(out), weight, bias, mean, var,
-            eps, scale, factor, statistics, 2 * x.nbytes > STREAMING_BYTES, last,
+            kernel, tasks, nbytes, flat(x), flat(out), weight, bias, mean, var,
+            eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
     if mean is not running_mean and running_mean is not None:
         center = statistics[0]

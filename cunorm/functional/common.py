@@ -87,14 +87,16 @@ def in_memory_order(array: Any, axes: tuple[int, ...], order: tuple[int, ...]) -
 def _in_order_of_axes(
     values: Any, shape: tuple[int, ...], axes: tuple[int, ...], order: tuple[int, ...]
 ) -> Any:
-    """The inverse of `in_memory_order`: of this shape."""
-    if values is None or values.shape == shape:
+    """The inverse of `in_memory_order`: of this shape. Several rows of values stay several."""
+    if values is None or len(shape) == 1:
         return values
+    rows = values.shape[:-1]
     turned = _turned(axes, order)
     if turned == arrays.axes(len(turned)):  # as a rule
-        return values.reshape(shape)
-    lying = values.reshape([shape[i] for i in turned])
-    return lying.transpose(sorted(range(len(turned)), key=turned.__getitem__))
+        return values.reshape(*rows, *shape)
+    lying = values.reshape(*rows, *(shape[i] for i in turned))
+    places = sorted(range(len(turned)), key=turned.__getitem__)
+    return lying.transpose(*range(len(rows)), *(len(rows) + place for place in places))
 
 
 @lru_cache(maxsize=1024)
@@ -111,11 +113,11 @@ def normalize(
     layout: Layout,
     out: Any,
     **options: Any,
-) -> tuple[Any, list[Any]]:
+) -> tuple[Any, Any]:
     """Normalize x with its own statistics.
 
-    Returns y and the statistics in the layout's shape: mean, inv_std, residual and, unless
-    x is empty, var. `options` are the verb's.
+    Returns y and the statistics in the layout's shape, as rows of one array: mean, inv_std,
+    residual and, unless x is empty, var. `options` are the verb's.
     """
     operands = arrays.Operands(place.xp, x, (x,), out, layout.leading)
     (source,), order = operands.inputs, operands.order
@@ -129,8 +131,8 @@ def normalize(
             in_memory_order(bias, layout.parameters, order), None, None, eps, 1.0, 0.0,
             layout.geometry(source.shape, order), operands.out, **options,
         )  # fmt: skip
-    shape, axes = layout.statistics_shape, layout.statistics
-    return operands.finish(), [_in_order_of_axes(row, shape, axes, order) for row in rows[:4]]
+    rows = _in_order_of_axes(rows, layout.statistics_shape, layout.statistics, order)
+    return operands.finish(), rows
 
 
 _NAMES = ("dy", "x", "weight", "out", "saved.mean", "saved.inv_std", "saved.residual")

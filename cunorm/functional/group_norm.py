@@ -114,8 +114,8 @@ def group_norm_forward(
         checks.output(out, x, ("x",), x=x, weight=weight, bias=bias)
 
     with place:
-        y, (mean, inv_std, residual, *_) = normalize(place, x, weight, bias, eps, layout, out)
-        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual, given=given)
+        y, rows = normalize(place, x, weight, bias, eps, layout, out)
+        y, mean, inv_std, residual = place.export(y, rows[0], rows[1], rows[2], given=given)
         saved = GroupNormSaved(
             mean, inv_std, residual, num_groups,
             layout.parameters[0], x.shape, None if bias is None else bias.dtype,

@@ -164,13 +164,14 @@ def instance_norm_forward(
 
     with place:
         if use_input_stats:
-            y, (mean, inv_std, residual, *var) = normalize(place, x, weight, bias, eps, layout, out)
+            y, rows = normalize(place, x, weight, bias, eps, layout, out)
+            mean, inv_std, residual = rows[0], rows[1], rows[2]
             if x.size > 0 and (running_mean is not None or running_var is not None):
                 center = mean
                 if running_mean is not None and running_mean.dtype == np.float64:
                     center = mean + residual.astype(np.float64)
                 place.backend.statistics.update_running(
-                    running_mean, running_var, center, var[0], scale, factor
+                    running_mean, running_var, center, rows[3], scale, factor
                 )
         else:
             operands = arrays.Operands(place.xp, x, (x,), out)

@@ -115,8 +115,9 @@ def layer_norm_forward(
         checks.output(out, x, ("x",), x=x, weight=weight, bias=bias)
 
     with place:
-        y, (mean, inv_std, residual, *_) = normalize(place, x, weight, bias, eps, layout, out)
-        y, mean, inv_std, residual = place.export(y, mean, inv_std, residual, given=given)
+        y, rows = normalize(place, x, weight, bias, eps, layout, out)
+        statistics = rows[0, ...], rows[1, ...], rows[2, ...]  # arrays, even of shape ()
+        y, mean, inv_std, residual = place.export(y, *statistics, given=given)
         saved = LayerNormSaved(
             mean, inv_std, residual,
             len(layout.statistics), x.shape, None if bias is None else bias.dtype,

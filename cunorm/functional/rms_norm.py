@@ -111,10 +111,10 @@ def rms_norm_forward(
         checks.output(out, x, ("x",), x=x, weight=weight)
 
     with place:
-        y, (_, inv_std, *_) = normalize(
+        y, rows = normalize(
             place, x, weight, None, eps, layout, out, centered=False, weight_offset=weight_offset
         )
-        y, inv_std = place.export(y, inv_std, given=given)
+        y, inv_std = place.export(y, rows[1, ...], given=given)  # an array, even of shape ()
         saved = RMSNormSaved(None, inv_std, None, len(layout.statistics), x.shape, weight_offset)
         return y, saved
 
