@@ -23,6 +23,7 @@ from ..geometry import Geometry
 from .elements import (
     accumulate,
     as_accumulator,
+    deal,
     device_function,
     flat,
     flush,
@@ -194,7 +195,7 @@ def _reduce_segments(
 
 
 @device_function
-def _gradient(i, dy, x, mean, scale, slope, offset):
+def _gradient(i, _, dy, x, mean, scale, slope, offset):
     return load(dy, i) * scale + ((load(x, i) - mean) * slope + offset)
 
 
@@ -203,12 +204,12 @@ def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, 
     """Dx of the elements [start, end) of one channel; the stage is used as in `run_transform`."""
     numbers = (dy, x, mean, scale, slope, offset)
     if stage.size == 0:
-        write(dx, 0, start, end, streaming, _gradient, numbers)
+        write(dx, 0, start, end, streaming, _gradient, numbers, 0, 0)
         return end
     while start < end:
         full = staged + stage.size
         stop = min(end, full)
-        sweep(store, stage, -staged, start, stop, _gradient, numbers)
+        sweep(store, stage, -staged, start, stop, _gradient, numbers, 0, 0)
         if stop == full:
             flush(dx, staged, full, stage)
             staged = full
@@ -347,7 +348,7 @@ def _columns_chunk(
 @device_function
 def _columns_reduce(
     dy, x, dx, start, stride, rows, width, tail_width, chunk_rows, mean,
-    sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, scale, streaming,
+    sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, scale, streaming, rooms,
 ):  # fmt: skip
     """Both sums of every position, over `rows` rows and, left of `tail_width`, one more.
 
@@ -365,7 +366,7 @@ def _columns_reduce(
         if dx.size:
             columns_transform(
                 dy, dx, start + row * stride, stride, height, width, 0, zero, scale, zero,
-                streaming,
+                streaming, rooms,
             )  # fmt: skip
     if tail_width > 0:
         _columns_chunk(
@@ -374,8 +375,9 @@ def _columns_reduce(
         )  # fmt: skip
         if dx.size:
             columns_transform(
-                dy, dx, start + rows * stride, stride, 0, 0, tail_width, zero, scale, zero, False
-            )
+                dy, dx, start + rows * stride, stride, 0, tail_width, tail_width, zero, scale,
+                zero, False, rooms,
+            )  # fmt: skip
 
 
 @strict_function
@@ -433,7 +435,7 @@ def _reduce_columns(
     If there is a dx, it becomes that of given statistics.
     """
     most = fold * block_channels * inner
-    blocks, totals = scratch(x, (5, most)), np.empty((2, most))
+    blocks, totals = scratch(x, (8, most)), np.empty((2, most))
     block_mean, sum_dy, sum_dy_xmu = blocks[0], blocks[1], blocks[2]
     block_scale, zero = blocks[3], blocks[4]
     total_dy, total_dy_xmu = totals[0], totals[1]
@@ -453,7 +455,7 @@ def _reduce_columns(
         _columns_reduce(
             dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, chunk_rows, block_mean,
-            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, block_scale, streaming,
+            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, block_scale, streaming, blocks[5:],
         )  # fmt: skip
         for channel in range(channels * members):
             sums = _channel_sums(channel, channels * members, fold, length, total_dy, total_dy_xmu)
@@ -463,22 +465,25 @@ def _reduce_columns(
 
 
 @device_function
-def _position_gradient(p, dy, x, start, mean, scale, slope, offset):
-    centered = load(x, start + p) - load_scratch(mean, p)
+def _position_gradient(i, p, dy, x, start, mean, scale, slope, offset):
+    centered = load(x, start + i) - load_scratch(mean, p)
     rest = centered * load_scratch(slope, p) + load_scratch(offset, p)
-    return load(dy, start + p) * load_scratch(scale, p) + rest
+    return load(dy, start + i) * load_scratch(scale, p) + rest
 
 
 @device_function
 def _columns_gradient(
-    dy, x, dx, start, stride, rows, width, tail_width, mean, scale, slope, offset, streaming
+    dy, x, dx, start, stride, rows, width, tail_width, mean, scale, slope, offset, streaming, rooms
 ):
     """Dx of `rows` rows of `width` positions and, below them, of `tail_width` positions."""
+    mean, scale = deal(dx, mean, rooms[0], width), deal(dx, scale, rooms[1], width)
+    slope, offset = deal(dx, slope, rooms[2], width), deal(dx, offset, rooms[3], width)
+    half = (width + 1) // 2
     for row in range(rows + 1):
         begin = start + row * stride
         length = width if row < rows else tail_width
         numbers = (dy, x, begin, mean, scale, slope, offset)
-        write(dx, begin, 0, length, streaming, _position_gradient, numbers)
+        write(dx, begin, 0, length, streaming, _position_gradient, numbers, 0, half)
 
 
 @device_function
@@ -513,7 +518,7 @@ def _gradient_columns(
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
     most = fold * block_channels * inner
-    blocks = scratch(x, (4, most))
+    blocks = scratch(x, (8, most))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
     task = last_task(board, me)
     while task >= 0:
@@ -531,6 +536,7 @@ def _gradient_columns(
         _columns_gradient(
             dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, block_mean, block_scale, block_slope, block_offset, streaming,
+            blocks[4:],
         )  # fmt: skip
         task = last_task(board, me)
 
@@ -543,7 +549,7 @@ def _backward_columns(
 ):  # fmt: skip
     """A task is one block of whole channels."""
     most = fold * block_channels * inner
-    blocks, totals = scratch(x, (6, most)), np.empty((2, most))
+    blocks, totals = scratch(x, (8, most)), np.empty((2, most))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
     block_dy, block_dy_xmu = blocks[4], blocks[5]
     total_dy, total_dy_xmu = totals[0], totals[1]
@@ -564,7 +570,7 @@ def _backward_columns(
             _columns_reduce(
                 dy, x, dx[:0], start + part * part_rows * stride, stride, height, width,
                 tail * channels * inner, chunk_rows, block_mean,
-                block_dy, block_dy_xmu, total_dy, total_dy_xmu, block_dy, block_dy, False,
+                block_dy, block_dy_xmu, total_dy, total_dy_xmu, block_dy, block_dy, False, blocks,
             )  # fmt: skip
             for channel in range(channels * members):
                 part_sums = _channel_sums(
@@ -586,7 +592,7 @@ def _backward_columns(
         )  # fmt: skip
         _columns_gradient(
             dy, x, dx, start, stride, rows, width, tail_rows * channels * inner,
-            block_mean, block_scale, block_slope, block_offset, streaming,
+            block_mean, block_scale, block_slope, block_offset, streaming, blocks[4:],
         )  # fmt: skip
         task = next_task(board, me)
 

@@ -295,39 +295,75 @@ def streaming_range(array, start, end, streaming):
     return first, first + (end - first) // line * line
 
 
-def sweep(put, y, to_y, start, end, element, arguments):
-    """y[i + to_y] = element(i, *arguments) for i in [start, end), written with `put`."""
+@device_function
+def _place(p, half):
+    """Where element p lies in an array that is `dealt` in halves of this length."""
+    return p // 2 + p % 2 * half
+
+
+def sweep(put, y, to_y, start, end, element, arguments, to_p, half):
+    """y[i + to_y] = element(i, p, *arguments) for i in [start, end), written with `put`.
+
+    p is where the i'th element's own numbers are: i + to_p, in arrays that are `dealt` in halves
+    of this length if y is.
+    """
     raise TypeError("for kernels only")
 
 
 @overload(sweep, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
-def _sweep(put, y, to_y, start, end, element, arguments):
+def _sweep(put, y, to_y, start, end, element, arguments, to_p, half):
     if y.dtype != _BFLOAT16:
 
-        def one_by_one(put, y, to_y, start, end, element, arguments):
+        def one_by_one(put, y, to_y, start, end, element, arguments, to_p, half):
             for i in range(start, end):
-                put(y, i + to_y, element(i, *arguments))
+                put(y, i + to_y, element(i, i + to_p, *arguments))
 
         return one_by_one
 
-    # Two to a word, which spares the vector code moving lanes about to narrow and widen them.
-    def by_twos(put, y, to_y, start, end, element, arguments):
-        for i in range(start, end - 1, 2):
-            put(y, i + to_y, element(i, *arguments), element(i + 1, *arguments))
+    # Two to a word, which spares the vector code moving lanes about to narrow and widen them;
+    # nor need it take apart the numbers of the first ones and of the second ones.
+    def by_twos(put, y, to_y, start, end, element, arguments, to_p, half):
+        p, q = _place(start + to_p, half), _place(start + 1 + to_p, half)
+        pairs = (end - start) // 2
+        for k in range(pairs):
+            i = start + 2 * k
+            first, second = element(i, p + k, *arguments), element(i + 1, q + k, *arguments)
+            put(y, i + to_y, first, second)
         if (end - start) % 2 == 1:
-            put(y, end - 1 + to_y, element(end - 1, *arguments))
+            put(y, end - 1 + to_y, element(end - 1, p + pairs, *arguments))
 
     return by_twos
 
 
 @device_function
-def write(y, to_y, start, end, streaming, element, arguments):
+def write(y, to_y, start, end, streaming, element, arguments, to_p, half):
     """`sweep`, past the caches as far as that pays."""
     first, last = streaming_range(y, start + to_y, end + to_y, streaming)
     first, last = first - to_y, last - to_y
-    sweep(store, y, to_y, start, first, element, arguments)
-    sweep(store_streaming, y, to_y, first, last, element, arguments)
-    sweep(store, y, to_y, last, end, element, arguments)
+    sweep(store, y, to_y, start, first, element, arguments, to_p, half)
+    sweep(store_streaming, y, to_y, first, last, element, arguments, to_p, half)
+    sweep(store, y, to_y, last, end, element, arguments, to_p, half)
+
+
+def deal(y, values, room, length):
+    """The values as `sweep` takes those of elements of y: dealt into a `room`, or as they are."""
+    raise TypeError("for kernels only")
+
+
+@overload(deal, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+def _deal(y, values, room, length):
+    if y.dtype != _BFLOAT16:
+        return lambda y, values, room, length: values  # noqa: ARG005
+
+    def in_halves(y, values, room, length):
+        half = (length + 1) // 2
+        for k in range(half):
+            store(room, k, load_scratch(values, 2 * k))
+        for k in range(length // 2):
+            store(room, half + k, load_scratch(values, 2 * k + 1))
+        return room
+
+    return in_halves
 
 
 @device_function
@@ -380,6 +416,16 @@ def dense(array: np.ndarray) -> np.ndarray:
     """The array itself if it is C-contiguous and aligned, else a copy that is."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else array.copy()
+
+
+def dealt(values: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Numbers of the elements' own as `sweep` takes those of an array `like` this.
+
+    For bfloat16 the even ones come first, and then the odd ones.
+    """
+    if like.itemsize != 2 or like.dtype == _HALF:
+        return values
+    return np.concatenate((values[0::2], values[1::2]))
 
 
 class _Writable:

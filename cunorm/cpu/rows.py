@@ -103,17 +103,18 @@ def _squares(x, base, length, chunk_length):
 
 
 @device_function
-def _transformed(i, x, mean, scale, shift, weight, bias, to_weight):
+def _transformed(i, p, x, mean, scale, shift, weight, bias):
     normalized = (load(x, i) - mean) * scale + shift
-    return normalized * load(weight, i + to_weight) + load(bias, i + to_weight)
+    return normalized * load(weight, p) + load(bias, p)
 
 
 @device_function
 def _transform(x, y, start, end, row, g, length, statistics, weight, bias, streaming):
-    """Transform of the elements [start, end), which are in a row."""
+    """Transform of the elements [start, end), which are in a row; weight and bias are `dealt`."""
     mean, scale, shift = _coefficients(x, row, *statistics)
-    numbers = (x, mean, scale, shift, weight, bias, (g - row) * length)
-    write(y, 0, start, end, streaming, _transformed, numbers)
+    numbers = (x, mean, scale, shift, weight, bias)
+    to_weight, half = (g - row) * length, (weight.size + 1) // 2
+    write(y, 0, start, end, streaming, _transformed, numbers, to_weight, half)
 
 
 @strict_function
@@ -295,7 +296,7 @@ def _piece_sums(
 
 
 @device_function
-def _element_gradient(i, dy, x, mean, scale, shift, slope, offset, weight, to_weight):
+def _element_gradient(i, _, dy, x, mean, scale, shift, slope, offset, weight, to_weight):
     normalized = (load(x, i) - mean) * scale + shift
     factor = load(weight, i + to_weight) * scale
     return load(dy, i) * factor + (normalized * slope + offset)
@@ -310,7 +311,7 @@ def _gradient(
     slope = as_accumulator(x, -np.float64(scale) * (products / length))
     offset = as_accumulator(x, -np.float64(scale) * (total / length) if centered else 0.0)
     numbers = (dy, x, mean, scale, shift, slope, offset, weight, (g - row) * length)
-    write(dx, 0, start, end, streaming, _element_gradient, numbers)
+    write(dx, 0, start, end, streaming, _element_gradient, numbers, 0, 0)
 
 
 @device_function

@@ -17,6 +17,8 @@ from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
     as_accumulator,
+    deal,
+    dealt,
     dense,
     device_function,
     flat,
@@ -83,7 +85,7 @@ def _coefficients(x, statistic, parameter, residual, inv_std, weight, bias):
 
 
 @device_function
-def _transformed(i, x, mean, scale, shift):
+def _transformed(i, _, x, mean, scale, shift):
     return (load(x, i) - mean) * scale + shift
 
 
@@ -95,12 +97,12 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
     """
     numbers = (x, mean, scale, shift)
     if stage.size == 0:
-        write(y, 0, start, end, streaming, _transformed, numbers)
+        write(y, 0, start, end, streaming, _transformed, numbers, 0, 0)
         return end
     while start < end:
         full = staged + stage.size
         stop = min(end, full)
-        sweep(store, stage, -staged, start, stop, _transformed, numbers)
+        sweep(store, stage, -staged, start, stop, _transformed, numbers, 0, 0)
         if stop == full:
             flush(y, staged, full, stage)
             staged = full
@@ -199,25 +201,29 @@ def _normalize_segments(
 
 
 @device_function
-def _position_transformed(p, x, start, mean, scale, shift):
-    centered = load(x, start + p) - load_scratch(mean, p)
+def _position_transformed(i, p, x, start, mean, scale, shift):
+    centered = load(x, start + i) - load_scratch(mean, p)
     return centered * load_scratch(scale, p) + load_scratch(shift, p)
 
 
 @device_function
-def columns_transform(x, y, start, stride, rows, width, tail_width, mean, scale, shift, streaming):
+def columns_transform(
+    x, y, start, stride, rows, width, tail_width, mean, scale, shift, streaming, rooms
+):
     """Transform `rows` rows of `width` positions and, below them, `tail_width` positions.
 
     One row after another: several at a time would share what is loaded of the positions'
     numbers, but memory is fetched ahead where it is read on and on.
     """
+    mean, scale = deal(y, mean, rooms[0], width), deal(y, scale, rooms[1], width)
+    shift, half = deal(y, shift, rooms[2], width), (width + 1) // 2
     for row in range(rows + 1):
         begin = start + row * stride
         if stride > width and row < rows:
             prefetch(x, begin + stride, min(width, _FETCHED_BYTES // x.itemsize))
         length = width if row < rows else tail_width
         numbers = (x, begin, mean, scale, shift)
-        write(y, begin, 0, length, streaming, _position_transformed, numbers)
+        write(y, begin, 0, length, streaming, _position_transformed, numbers, 0, half)
 
 
 @device_function
@@ -270,7 +276,7 @@ def _transform_columns(
     """A task is one part of one block; the last part goes first, being nearest."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
-    blocks = scratch(x, (3, most))
+    blocks = scratch(x, (6, most))
     block_mean, block_scale, block_shift = blocks[0], blocks[1], blocks[2]
     known = -1  # whose numbers are spread: often several parts of a block follow each other
     task = last_task(board, me)
@@ -286,7 +292,7 @@ def _transform_columns(
             known = statistic
         columns_transform(
             x, y, start, fold * group * inner, height, fold * channels * inner,
-            tail * channels * inner, block_mean, block_scale, block_shift, streaming,
+            tail * channels * inner, block_mean, block_scale, block_shift, streaming, blocks[3:],
         )  # fmt: skip
         task = last_task(board, me)
 
@@ -340,7 +346,7 @@ def _normalize_columns(
         )  # fmt: skip
         columns_transform(
             x, y, start, stride, rows, width, tail_rows * channels * inner,
-            block_mean, block_scale, block_shift, streaming,
+            block_mean, block_scale, block_shift, streaming, blocks[:3],
         )  # fmt: skip
         task = next_task(board, me)
 
@@ -416,18 +422,19 @@ def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int) ->
     return _call(kernel, merged.resident_tasks, geometry, dtype, *arguments)
 
 
-def _parameters(kernel, weight, bias, dtype, geometry: Geometry):
+def _parameters(kernel, x, weight, bias, dtype, geometry: Geometry):
     """Weight and bias as a kernel takes them."""
     if kernel is transform_rows or kernel is normalize_rows:
         weight = row_parameter(weight, dtype, geometry, 1.0)
-        return weight, row_parameter(bias, dtype, geometry, 0.0)
+        bias = row_parameter(bias, dtype, geometry, 0.0)
+        return dealt(weight, x), dealt(bias, x)
     return parameter(weight, dtype), parameter(bias, dtype)
 
 
 def _transform(x, statistics, weight, bias, geometry: Geometry, out):
     """Transform with statistics as `save` writes them."""
     kernel, tasks, nbytes, last = _given(geometry, x.dtype)
-    weight, bias = _parameters(kernel, weight, bias, statistics.dtype, geometry)
+    weight, bias = _parameters(kernel, x, weight, bias, statistics.dtype, geometry)
     run(
         kernel, tasks, nbytes, flat(x), flat(out), statistics, weight, bias,
         nbytes > STREAMING_BYTES, last,
@@ -496,7 +503,7 @@ def normalize(
         _transform(x, statistics, weight, bias, geometry, out)
     else:
         kernel, tasks, nbytes, last = fused
-        weight, bias = _parameters(kernel, weight, bias, dtype, geometry)
+        weight, bias = _parameters(kernel, x, weight, bias, dtype, geometry)
         run(
             kernel, tasks, nbytes, flat(x), flat(out), weight, bias, mean, var,
             eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
