@@ -155,6 +155,15 @@ def test_partial_sums_of_rows_are_few(shape, itemsize, resident):
     assert plan.rows_plan(geometry, itemsize, 3).resident
 
 
+@pytest.mark.parametrize(("number", "blocks"), [(2, 8), (4, 4), (8, 4), (32, 4)])
+def test_blocks_of_several_rows(number, blocks):
+    """Rows of a sample are tasks already: sums of few blocks, 1/16 of the data, will do."""
+    geometry = group_norm_geometry((128, 16 * number, 7, 7), 1, number)
+    cut = plan.rows_plan(geometry, 4, 2)
+    assert cut.blocks == blocks
+    assert cut.resident_tasks == number * blocks
+
+
 @pytest.mark.parametrize(
     ("geometry", "forward", "backward"),
     [

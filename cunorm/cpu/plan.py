@@ -104,12 +104,12 @@ _WAY_BYTES = 64 << 10
 _WIDE_BYTES = 512
 
 # The gradients of a row's parameters are added up in blocks of samples: 64 to keep many
-# threads busy, fewer where their partial sums would be more than 1/16 of the data. Chains of
-# additions are no longer than in columns. Where a block is so few samples that its sums are as
-# much as the data, rows of so many pieces are read twice instead: a task then takes the same
-# piece of all rows.
+# threads busy, fewer where their partial sums would be more than 1/16 of the data, but 16 tasks
+# at least. Chains of additions are no longer than in columns. Where a block is so few samples
+# that its sums are as much as the data, rows of so many pieces are read twice instead: a task
+# then takes the same piece of all rows.
 _MOST_BLOCKS = 64
-_LEAST_BLOCKS = 16
+_LEAST_BLOCK_TASKS = 16
 _BLOCK_SHARE = 16
 _MOST_BLOCK_SAMPLES = 256
 _TWICE_PIECES = 4
@@ -201,7 +201,7 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
     row_bytes = length * itemsize
     sums_bytes = 2 * max(4, itemsize)  # two in the accumulator type for an element of a row
     fitting = batch * itemsize // (sums_bytes * _BLOCK_SHARE)
-    blocks = min(_MOST_BLOCKS, max(_ceil_div(_LEAST_BLOCKS, number), fitting))
+    blocks = min(_MOST_BLOCKS, max(_ceil_div(_LEAST_BLOCK_TASKS, number), fitting))
     blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
     block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)
     blocks = _ceil_div(batch, block)
