@@ -93,8 +93,8 @@ def _in_order_of_axes(
     rows = values.shape[:-1]
     turned = _turned(axes, order)
     if turned == arrays.axes(len(turned)):  # as a rule
-        return values.reshape(*rows, *shape)
-    lying = values.reshape(*rows, *(shape[i] for i in turned))
+        return values.reshape((*rows, *shape))
+    lying = values.reshape((*rows, *(shape[i] for i in turned)))
     places = sorted(range(len(turned)), key=turned.__getitem__)
     return lying.transpose(*range(len(rows)), *(len(rows) + place for place in places))
 
