@@ -338,6 +338,9 @@ def _sweep(put, y, to_y, start, end, element, arguments, to_p, half):
 @device_function
 def write(y, to_y, start, end, streaming, element, arguments, to_p, half):
     """`sweep`, past the caches as far as that pays."""
+    if not streaming:
+        sweep(store, y, to_y, start, end, element, arguments, to_p, half)
+        return
     first, last = streaming_range(y, start + to_y, end + to_y, streaming)
     first, last = first - to_y, last - to_y
     sweep(store, y, to_y, start, first, element, arguments, to_p, half)
@@ -357,10 +360,11 @@ def _deal(y, values, room, length):
 
     def in_halves(y, values, room, length):
         half = (length + 1) // 2
-        for k in range(half):
-            store(room, k, load_scratch(values, 2 * k))
         for k in range(length // 2):
+            store(room, k, load_scratch(values, 2 * k))
             store(room, half + k, load_scratch(values, 2 * k + 1))
+        if length % 2 == 1:
+            store(room, half - 1, load_scratch(values, length - 1))
         return room
 
     return in_halves
