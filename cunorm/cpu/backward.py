@@ -21,14 +21,16 @@ import numpy as np
 from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
+    LINE_ELEMENTS,
     accumulate,
     as_accumulator,
-    deal,
     device_function,
     flat,
     flush,
     follow,
+    joined,
     kernel,
+    lay,
     load,
     load_scratch,
     scratch,
@@ -37,6 +39,7 @@ from .elements import (
     strict_function,
     sweep,
     write,
+    write_rows,
 )
 from .pieces import (
     columns_part,
@@ -435,7 +438,7 @@ def _reduce_columns(
     If there is a dx, it becomes that of given statistics.
     """
     most = fold * block_channels * inner
-    blocks, totals = scratch(x, (8, most)), np.empty((2, most))
+    blocks, totals = scratch(x, (8, most + LINE_ELEMENTS)), np.empty((2, most))
     block_mean, sum_dy, sum_dy_xmu = blocks[0], blocks[1], blocks[2]
     block_scale, zero = blocks[3], blocks[4]
     total_dy, total_dy_xmu = totals[0], totals[1]
@@ -465,10 +468,10 @@ def _reduce_columns(
 
 
 @device_function
-def _position_gradient(i, p, dy, x, start, mean, scale, slope, offset):
-    centered = load(x, start + i) - load_scratch(mean, p)
+def _position_gradient(i, p, begin, dy, x, mean, scale, slope, offset):
+    centered = load(x, begin + i) - load_scratch(mean, p)
     rest = centered * load_scratch(slope, p) + load_scratch(offset, p)
-    return load(dy, start + i) * load_scratch(scale, p) + rest
+    return load(dy, begin + i) * load_scratch(scale, p) + rest
 
 
 @device_function
@@ -476,14 +479,14 @@ def _columns_gradient(
     dy, x, dx, start, stride, rows, width, tail_width, mean, scale, slope, offset, streaming, rooms
 ):
     """Dx of `rows` rows of `width` positions and, below them, of `tail_width` positions."""
-    mean, scale = deal(dx, mean, rooms[0], width), deal(dx, scale, rooms[1], width)
-    slope, offset = deal(dx, slope, rooms[2], width), deal(dx, offset, rooms[3], width)
-    half = (width + 1) // 2
-    for row in range(rows + 1):
-        begin = start + row * stride
-        length = width if row < rows else tail_width
-        numbers = (dy, x, begin, mean, scale, slope, offset)
-        write(dx, begin, 0, length, streaming, _position_gradient, numbers, 0, half)
+    more = joined(dx, stride, width, streaming)
+    mean, scale = lay(dx, mean, rooms[0], width, more), lay(dx, scale, rooms[1], width, more)
+    slope, offset = lay(dx, slope, rooms[2], width, more), lay(dx, offset, rooms[3], width, more)
+    numbers = (dy, x, mean, scale, slope, offset)
+    write_rows(
+        dx, start, stride, rows, width, tail_width, streaming, _position_gradient, numbers,
+        (width + more + 1) // 2, x[:0],
+    )  # fmt: skip
 
 
 @device_function
@@ -518,7 +521,7 @@ def _gradient_columns(
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
     most = fold * block_channels * inner
-    blocks = scratch(x, (8, most))
+    blocks = scratch(x, (8, most + LINE_ELEMENTS))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
     task = last_task(board, me)
     while task >= 0:
@@ -549,7 +552,7 @@ def _backward_columns(
 ):  # fmt: skip
     """A task is one block of whole channels."""
     most = fold * block_channels * inner
-    blocks, totals = scratch(x, (8, most)), np.empty((2, most))
+    blocks, totals = scratch(x, (8, most + LINE_ELEMENTS)), np.empty((2, most))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
     block_dy, block_dy_xmu = blocks[4], blocks[5]
     total_dy, total_dy_xmu = totals[0], totals[1]

@@ -31,8 +31,14 @@ if hasattr(os, "register_at_fork"):
         after_in_child=global_compiler_lock.release,
     )
 
+#: Elements of a cache line, at most.
+LINE_ELEMENTS = 32
+
 # Arrays of so many bytes do not stay in a second-level cache.
 _FAR_BYTES = 4 << 20
+
+# Of a row that lies apart from the one before; the rest is fetched ahead by the hardware.
+_FETCHED_BYTES = 512
 
 # Results that wait in a first-level cache to be written past it.
 _STAGE_BYTES = 2 << 10
@@ -280,17 +286,24 @@ def prefetch(array, start, length):
 
 
 @device_function
+def _line_rest(array, i):
+    """How many elements there are from one to the next begin of a cache line."""
+    return (-_address_of(array, i) & 63) // array.itemsize
+
+
+@device_function
 def streaming_range(array, start, end, streaming):
     """The part of [start, end) to write with `store_streaming`; may be empty.
 
     It is whole cache lines, and many if there are others: a line written in part by
     streaming stores costs more than it saves.
     """
+    if not streaming:
+        return end, end
     line = 64 // array.itemsize
-    misaligned = _address_of(array, start) & 63
-    first = start + ((64 - misaligned) & 63) // array.itemsize
-    whole = misaligned == 0 and (end - start) % line == 0
-    if not streaming or (end - first < 8 * line and not whole):
+    first = start + _line_rest(array, start)
+    whole = first == start and (end - start) % line == 0
+    if end - first < 8 * line and not whole:
         return end, end
     return first, first + (end - first) // line * line
 
@@ -338,27 +351,78 @@ def _sweep(put, y, to_y, start, end, element, arguments, to_p, half):
 @device_function
 def write(y, to_y, start, end, streaming, element, arguments, to_p, half):
     """`sweep`, past the caches as far as that pays."""
-    if not streaming:
-        sweep(store, y, to_y, start, end, element, arguments, to_p, half)
-        return
     first, last = streaming_range(y, start + to_y, end + to_y, streaming)
     first, last = first - to_y, last - to_y
     sweep(store, y, to_y, start, first, element, arguments, to_p, half)
-    sweep(store_streaming, y, to_y, first, last, element, arguments, to_p, half)
-    sweep(store, y, to_y, last, end, element, arguments, to_p, half)
+    if first < end:
+        sweep(store_streaming, y, to_y, first, last, element, arguments, to_p, half)
+        sweep(store, y, to_y, last, end, element, arguments, to_p, half)
 
 
-def deal(y, values, room, length):
-    """The values as `sweep` takes those of elements of y: dealt into a `room`, or as they are."""
+@device_function
+def joined(y, stride, width, streaming):
+    """How many positions more than its own a row needs numbers of, those of the next one's begin.
+
+    Where rows follow each other, `write_rows` streams whole cache lines, which begin in one row
+    and may end in the next.
+    """
+    lines = width * y.itemsize % 64 == 0
+    return LINE_ELEMENTS if streaming and stride == width and lines else 0
+
+
+@device_function
+def write_rows(
+    y, start, stride, rows, width, tail_width, streaming, element, arguments, half, fetched
+):
+    """`write` for `rows` rows of `width` positions and, below them, `tail_width` positions.
+
+    The numbers of positions are those of `joined` ones. The next row of `fetched` is fetched
+    ahead if it lies apart.
+    """
+    lead = 0
+    bulk = rows - 1 if joined(y, stride, width, streaming) else 0
+    if bulk > 0:
+        lead = _line_rest(y, start)
+        for begin in range(start, start + bulk * width, width):
+            numbers = (begin, *arguments)
+            sweep(store_streaming, y, begin, lead, lead + width, element, numbers, 0, half)
+        sweep(store, y, start, 0, lead, element, (start, *arguments), 0, half)
+    for row in range(max(0, bulk), rows + 1):
+        begin = start + row * stride
+        if stride > width and row < rows:
+            prefetch(fetched, begin + stride, min(width, _FETCHED_BYTES // y.itemsize))
+        length = width if row < rows else tail_width
+        write(y, begin, lead, length, streaming, element, (begin, *arguments), 0, half)
+        lead = 0
+
+
+@device_function
+def _go_on(values, width, more):
+    for p in range(width, width + more):
+        store(values, p, load_scratch(values, p - width))
+
+
+def lay(y, values, room, width, more):
+    """The numbers of a row's positions as `write_rows` takes them, with `more` of the next row.
+
+    They are dealt into the `room` or stay where they are, as `sweep` takes those of y.
+    """
     raise TypeError("for kernels only")
 
 
-@overload(deal, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
-def _deal(y, values, room, length):
+@overload(lay, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+def _lay(y, values, room, width, more):
     if y.dtype != _BFLOAT16:
-        return lambda y, values, room, length: values  # noqa: ARG005
 
-    def in_halves(y, values, room, length):
+        def as_they_are(y, values, room, width, more):
+            _go_on(values, width, more)
+            return values
+
+        return as_they_are
+
+    def in_halves(y, values, room, width, more):
+        _go_on(values, width, more)
+        length = width + more
         half = (length + 1) // 2
         for k in range(length // 2):
             store(room, k, load_scratch(values, 2 * k))

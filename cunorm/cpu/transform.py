@@ -16,24 +16,26 @@ import numpy as np
 from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
+    LINE_ELEMENTS,
     as_accumulator,
-    deal,
     dealt,
     dense,
     device_function,
     flat,
     flush,
     follow,
+    joined,
     kernel,
+    lay,
     load,
     load_scratch,
-    prefetch,
     scratch,
     stage_size,
     store,
     strict_function,
     sweep,
     write,
+    write_rows,
 )
 from .memory import last_level_cache
 from .pieces import columns_part, columns_piece, runs_row, segments_start, spread
@@ -62,9 +64,6 @@ __all__ = ["infer", "normalize", "transform"]
 # Where the arrays of a call are larger than this together, its output bypasses the caches: it
 # would push out the data still to be read and be gone itself before anyone reads it.
 STREAMING_BYTES = min(64 << 20, last_level_cache()[0] // 4 * 3)
-
-# Of a row that lies apart from the one before; the rest is fetched ahead by the hardware.
-_FETCHED_BYTES = 512
 
 
 @strict_function
@@ -201,8 +200,8 @@ def _normalize_segments(
 
 
 @device_function
-def _position_transformed(i, p, x, start, mean, scale, shift):
-    centered = load(x, start + i) - load_scratch(mean, p)
+def _position_transformed(i, p, begin, x, mean, scale, shift):
+    centered = load(x, begin + i) - load_scratch(mean, p)
     return centered * load_scratch(scale, p) + load_scratch(shift, p)
 
 
@@ -215,15 +214,13 @@ def columns_transform(
     One row after another: several at a time would share what is loaded of the positions'
     numbers, but memory is fetched ahead where it is read on and on.
     """
-    mean, scale = deal(y, mean, rooms[0], width), deal(y, scale, rooms[1], width)
-    shift, half = deal(y, shift, rooms[2], width), (width + 1) // 2
-    for row in range(rows + 1):
-        begin = start + row * stride
-        if stride > width and row < rows:
-            prefetch(x, begin + stride, min(width, _FETCHED_BYTES // x.itemsize))
-        length = width if row < rows else tail_width
-        numbers = (x, begin, mean, scale, shift)
-        write(y, begin, 0, length, streaming, _position_transformed, numbers, 0, half)
+    more = joined(y, stride, width, streaming)
+    mean, scale = lay(y, mean, rooms[0], width, more), lay(y, scale, rooms[1], width, more)
+    numbers = (x, mean, scale, lay(y, shift, rooms[2], width, more))
+    write_rows(
+        y, start, stride, rows, width, tail_width, streaming, _position_transformed, numbers,
+        (width + more + 1) // 2, x,
+    )  # fmt: skip
 
 
 @device_function
@@ -276,7 +273,7 @@ def _transform_columns(
     """A task is one part of one block; the last part goes first, being nearest."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
-    blocks = scratch(x, (6, most))
+    blocks = scratch(x, (6, most + LINE_ELEMENTS))
     block_mean, block_scale, block_shift = blocks[0], blocks[1], blocks[2]
     known = -1  # whose numbers are spread: often several parts of a block follow each other
     task = last_task(board, me)
@@ -306,7 +303,7 @@ def _normalize_columns(
     """A task is one block of whole channels; `statistics` gets what `save` writes."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
-    blocks = scratch(x, (6, most))
+    blocks = scratch(x, (6, most + LINE_ELEMENTS))
     center, total, squares = blocks[0], blocks[1], blocks[2]
     block_mean, block_scale, block_shift = blocks[3], blocks[4], blocks[5]
     positions = np.empty((2, most))
