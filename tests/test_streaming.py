@@ -90,6 +90,41 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
         np.testing.assert_array_equal(streamed, plain)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 5])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("length", [3, 32, 49, 128, 200, 513])
+def test_streamed_rows_have_the_same_bits(rng, monkeypatch, length, dtype, offset):
+    """Rows that follow each other, shorter than a stage and longer, and those of two groups."""
+    dy, x = rng.standard_normal((2, 150, 2 * length)).astype(dtype)
+    weight, bias = rng.standard_normal((2, 2 * length)).astype("f8" if dtype == "float64" else "f4")
+    rows = dy.reshape(300, length), x.reshape(300, length)
+    of_row = weight[:length], bias[:length]
+    results = []
+    for least in (0, 1 << 40):
+        for module in (transform, backward):
+            monkeypatch.setattr(module, "STREAMING_BYTES", least)
+        found = []
+        for forward, differentiate, (gradient, data), parameters in (
+            (cunorm.layer_norm_forward, cunorm.layer_norm_backward, rows, of_row),
+            (cunorm.rms_norm_forward, cunorm.rms_norm_backward, rows, of_row[:1]),
+            (
+                lambda x, *own, out: cunorm.group_norm_forward(x, 2, *own, out=out),
+                cunorm.group_norm_backward, (dy, x), (weight, bias),
+            ),
+        ):  # fmt: skip
+            memory, out = _placed(np.zeros_like(data), offset)
+            memory[...] = 7
+            _, saved = forward(data, *parameters, out=out)
+            found.append(out.copy())
+            found += differentiate(gradient, data, saved, weight=parameters[0], out=out)[1:]
+            found.append(out.copy())
+            out[...] = 7
+            assert (memory == 7).all()
+        results.append(found)
+    for streamed, plain in zip(*results, strict=True):
+        np.testing.assert_array_equal(streamed, plain)
+
+
 @pytest.mark.parametrize("length", [1, 2, 33])
 def test_rounding_to_bfloat16(rng, length):
     """To nearest, ties to even, subnormals kept, and no NaN becomes a number.

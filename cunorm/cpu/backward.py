@@ -37,8 +37,7 @@ from .elements import (
     stage_size,
     store,
     strict_function,
-    sweep,
-    write,
+    write_on,
     write_rows,
 )
 from .pieces import (
@@ -204,20 +203,9 @@ def _gradient(i, _, dy, x, mean, scale, slope, offset):
 
 @device_function
 def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged):
-    """Dx of the elements [start, end) of one channel; the stage is used as in `run_transform`."""
+    """Dx of the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (dy, x, mean, scale, slope, offset)
-    if stage.size == 0:
-        write(dx, 0, start, end, streaming, _gradient, numbers, 0, 0)
-        return end
-    while start < end:
-        full = staged + stage.size
-        stop = min(end, full)
-        sweep(store, stage, -staged, start, stop, _gradient, numbers, 0, 0)
-        if stop == full:
-            flush(dx, staged, full, stage)
-            staged = full
-        start = stop
-    return staged
+    return write_on(dx, start, end, streaming, _gradient, numbers, 0, 0, stage, staged)
 
 
 @shared_kernel
@@ -523,19 +511,23 @@ def _gradient_columns(
     most = fold * block_channels * inner
     blocks = scratch(x, (8, most + LINE_ELEMENTS))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
+    known = -1  # whose numbers are spread, as in `_transform_columns`
     task = last_task(board, me)
     while task >= 0:
         statistic, channels, _, start, height, tail = columns_piece(
             task, outer, group, inner, fold, rows, tail_rows, part_rows, parts, block_channels
         )
-        _spread_means(statistic, channels, fold, inner, mean, block_mean)
-        _spread_scales(
-            x, statistic, channels, members, parameters, fold, inner, inv_std, weight, block_scale
-        )
-        _spread_shares(
-            x, statistic, channels, members, parameters, fold, inner, residual, inv_std, weight,
-            sum_dy, sum_dy_xmu, count, block_slope, block_offset,
-        )  # fmt: skip
+        if statistic != known:
+            _spread_means(statistic, channels, fold, inner, mean, block_mean)
+            _spread_scales(
+                x, statistic, channels, members, parameters, fold, inner, inv_std, weight,
+                block_scale,
+            )  # fmt: skip
+            _spread_shares(
+                x, statistic, channels, members, parameters, fold, inner, residual, inv_std, weight,
+                sum_dy, sum_dy_xmu, count, block_slope, block_offset,
+            )  # fmt: skip
+            known = statistic
         _columns_gradient(
             dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
             tail * channels * inner, block_mean, block_scale, block_slope, block_offset, streaming,

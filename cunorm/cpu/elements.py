@@ -461,6 +461,26 @@ def flush(array, start, end, stage):
 
 
 @device_function
+def write_on(y, start, end, streaming, element, arguments, to_p, half, stage, staged):
+    """`write`, by way of a stage if there is one, which begins with the element `staged`.
+
+    The new `staged` is returned.
+    """
+    if stage.size == 0:
+        write(y, 0, start, end, streaming, element, arguments, to_p, half)
+        return end
+    while start < end:
+        full = staged + stage.size
+        stop = min(end, full)
+        sweep(store, stage, -staged, start, stop, element, arguments, to_p, half)
+        if stop == full:
+            flush(y, staged, full, stage)
+            staged = full
+        start = stop
+    return staged
+
+
+@device_function
 def follow(array, staged, end, start, stage):
     """What the stage begins with when a run from `start` on comes after one that ended at `end`."""
     if start == end:

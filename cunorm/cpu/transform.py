@@ -33,8 +33,7 @@ from .elements import (
     stage_size,
     store,
     strict_function,
-    sweep,
-    write,
+    write_on,
     write_rows,
 )
 from .memory import last_level_cache
@@ -90,23 +89,9 @@ def _transformed(i, _, x, mean, scale, shift):
 
 @device_function
 def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged):
-    """Transform the elements [start, end) of one channel.
-
-    With a `stage` its elements are those of y from `staged` on; the new `staged` is returned.
-    """
+    """Transform the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (x, mean, scale, shift)
-    if stage.size == 0:
-        write(y, 0, start, end, streaming, _transformed, numbers, 0, 0)
-        return end
-    while start < end:
-        full = staged + stage.size
-        stop = min(end, full)
-        sweep(store, stage, -staged, start, stop, _transformed, numbers, 0, 0)
-        if stop == full:
-            flush(y, staged, full, stage)
-            staged = full
-        start = stop
-    return staged
+    return write_on(y, start, end, streaming, _transformed, numbers, 0, 0, stage, staged)
 
 
 @shared_kernel
