@@ -27,6 +27,10 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 101
 _SAMPLE = 1e-3
 _SLOW = 50e-3
 
+# Of a call that takes longer, two samples must do: of the full table's time, plain code on large
+# arrays would else take most.
+_VERY_SLOW = 0.5
+
 # For about half of this, in seconds, PyTorch's helper threads keep a core after a call, and
 # yield it to nobody.
 _PAUSE = 20e-3
@@ -55,7 +59,8 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
         if took[name] > _SLOW:
             slow.add(name)
         fitting = seconds / len(calls) / (took[name] * 2 * repeats[name])
-        rounds[name] = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(fitting)))
+        least = 2 if took[name] > _VERY_SLOW else _LEAST_ROUNDS
+        rounds[name] = max(least, min(_MOST_ROUNDS, round(fitting)))
     most = max(rounds.values())
     samples: dict[Any, list[float]] = {name: [] for name in calls}
     for name in slow:  # the first sample of these has been taken
