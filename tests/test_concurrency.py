@@ -300,6 +300,44 @@ def test_small_calls_wake_helpers_when_they_come_soon(threads):
         helpers.last = -np.inf
 
 
+@pytest.mark.skipif(
+    pool._core is None or len(os.sched_getaffinity(0)) < 2, reason="nowhere else to run"
+)
+def test_helpers_are_woken_elsewhere_than_their_caller(threads, monkeypatch):
+    """And may run everywhere again, unless they have been told otherwise."""
+    kernel = kernel_of(count_tasks)
+    threads(2)
+    counts = np.zeros(2, np.int64)
+    pool.run(kernel, 2, 1 << 30, counts)
+    helpers = pool._pool
+    (helper,) = helpers.natives
+    told = []
+    tell = os.sched_setaffinity
+
+    def spy(thread, cores):
+        told.append((thread, set(cores)))
+        tell(thread, cores)
+
+    monkeypatch.setattr(os, "sched_setaffinity", spy)
+    everywhere = os.sched_getaffinity(0)
+    for core in everywhere:
+        until(lambda: helpers.asleep)
+        monkeypatch.setattr(pool, "_core", lambda core=core: core)
+        told.clear()
+        pool.run(kernel, 2, 1 << 30, counts)
+        until(lambda: len(told) == 2)
+        assert told == [(helper, everywhere - {core}), (0, everywhere)]
+        until(lambda: os.sched_getaffinity(helper) == everywhere)
+    until(lambda: helpers.asleep)
+    tell(helper, {core})
+    told.clear()
+    pool.run(kernel, 2, 1 << 30, counts)
+    until(helpers.bells[0].empty)
+    assert told == []
+    assert os.sched_getaffinity(helper) == {core}
+    tell(helper, everywhere)
+
+
 def test_more_callers_than_boards(threads):
     """Who finds none does all the work."""
     kernel = kernel_of(count_tasks)

@@ -12,16 +12,22 @@ events or conditions of the standard library, whose lock it could leave taken.
 
 After a call a helper listens for the next one for a moment before it goes to sleep, as
 threads of OpenMP do, but yields its core to whoever wants it.
+
+Linux may wake a helper on the core of its caller while others have nothing to do: those of a
+virtual machine that have gone to sleep do not count as idle. There the helper would wait for
+milliseconds until it is moved. So while it is being woken it may not run on its caller's core.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import queue
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from .tasks import LOOKS, boards, listen
@@ -38,6 +44,11 @@ _BYTES_PER_LISTENER = 128 << 10
 # find them listening.
 _SOON = 1e-3
 
+#: The core that the caller runs on; None where threads cannot be told where to run.
+_core: Any = None
+if hasattr(os, "sched_setaffinity"):
+    _core = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
+
 
 class _Pool:
     """Helpers, and the boards where they hear of calls."""
@@ -47,7 +58,10 @@ class _Pool:
         self.boards = boards(threads)
         self.address = self.boards.ctypes.data
         self.bells: list[queue.SimpleQueue[bool]] = []  # that wake helpers 1, 2, ...
+        self.natives: list[Any] = []  # what the system calls them
         self.asleep: set[int] = set()
+        self.cores: set[int] = set() if _core is None else os.sched_getaffinity(0)  # theirs too
+        self.moved: set[int] = set()  # who may not run on all of these while it wakes
         self.last = -math.inf  # when a call ended
 
     def start(self) -> bool:
@@ -62,6 +76,7 @@ class _Pool:
             handled = sys.exc_info()[1]
             try:
                 helper.start()
+                self.natives.append(helper.native_id)
             except RuntimeError as error:
                 cause = error.__context__
                 if cause is not None and cause is not handled:  # Ctrl-C while it waited for the
@@ -77,6 +92,10 @@ class _Pool:
             while not bell.empty():
                 if not bell.get():
                     return
+            if me in self.moved:
+                self.moved.discard(me)
+                with suppress(OSError):
+                    os.sched_setaffinity(0, self.cores)
             self.asleep.discard(me)
             listen(self.address, me, LOOKS)
             self.asleep.add(me)
@@ -94,7 +113,18 @@ class _Pool:
                 threads = min(threads, nbytes // _BYTES_PER_SLEEPER)
             for me in list(self.asleep):
                 if me < threads:
-                    self.bells[me - 1].put(True)
+                    self._ring(me)
+
+    def _ring(self, me: int) -> None:
+        """Wake a helper elsewhere than on this core."""
+        if _core is not None and (others := self.cores - {_core()}):
+            thread = self.natives[me - 1]
+            with suppress(OSError):  # none that matters: it may run here then
+                # Otherwise someone has told it where to run, or another caller is waking it.
+                if os.sched_getaffinity(thread) == self.cores:
+                    self.moved.add(me)
+                    os.sched_setaffinity(thread, others)
+        self.bells[me - 1].put(True)
 
 
 _pool: _Pool | None = None
