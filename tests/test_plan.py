@@ -60,8 +60,9 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
         ((8, 1024, 1024), 2, plan.Columns, False),
         ((64, 7, 7, 2048), 3, plan.Columns, False),
         ((8, 32, 32, 96), 3, plan.Columns, True),
-        ((1, 1024, 16), 1, plan.Columns, True),
-        ((1, 1024, 48), 1, plan.Segments, True),
+        ((1, 1024, 8), 1, plan.Columns, True),
+        ((1, 1024, 16), 1, plan.Segments, True),
+        ((4, 1024, 16), 1, plan.Columns, True),
     ],
 )
 def test_known_choices(shape, axis, family, resident):

@@ -45,6 +45,7 @@ __all__ = ["Columns", "Rows", "Segments", "plan"]
 # there are rows enough to spread the cost of a position's own statistics over.
 # Measured on Zen 4 and 5: either family takes the same time at about these lengths.
 _SHORT_RUN = 32
+_SHORT_ONLY_RUN = 12  # of a channel: there are no rows to spread anything over
 _SHORT_RUN_BYTES, _SOME_ROWS = 128, 4
 _MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
 
@@ -331,7 +332,7 @@ def _plan(
     if outer == 1:
         if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
             return rows_plan(geometry, itemsize, operands)
-        if inner >= _SHORT_RUN:
+        if inner >= _SHORT_ONLY_RUN:
             return _segments(geometry, itemsize, operands, threads)
     short = inner < _SHORT_COLUMN
     if members == 1:
