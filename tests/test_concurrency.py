@@ -311,26 +311,34 @@ def test_helpers_are_woken_elsewhere_than_their_caller(threads, monkeypatch):
     pool.run(kernel, 2, 1 << 30, counts)
     helpers = pool._pool
     (helper,) = helpers.natives
+    everywhere = os.sched_getaffinity(0)
     told = []
     tell = os.sched_setaffinity
 
     def spy(thread, cores):
-        told.append((thread, set(cores)))
+        told.append((thread, frozenset(cores)))
         tell(thread, cores)
 
-    monkeypatch.setattr(os, "sched_setaffinity", spy)
-    everywhere = os.sched_getaffinity(0)
-    for core in everywhere:
-        until(lambda: helpers.asleep)
-        monkeypatch.setattr(pool, "_core", lambda core=core: core)
-        told.clear()
-        pool.run(kernel, 2, 1 << 30, counts)
-        until(lambda: len(told) == 2)
-        assert told == [(helper, everywhere - {core}), (0, everywhere)]
+    def rest():
+        until(lambda: helpers.asleep and helpers.bells[0].empty() and not helpers.moved)
         until(lambda: os.sched_getaffinity(helper) == everywhere)
-    until(lambda: helpers.asleep)
+        told.clear()
+
+    monkeypatch.setattr(os, "sched_setaffinity", spy)
+    for core in everywhere:
+        rest()
+        monkeypatch.setattr(pool, "_core", lambda core=core: core)
+        away, back = (helper, frozenset(everywhere - {core})), (0, frozenset(everywhere))
+
+        def woken(away=away):  # unless it has heard of the call awake
+            pool.run(kernel, 2, 1 << 30, counts)
+            return away in told
+
+        until(woken)
+        until(lambda back=back: back in told)
+        assert set(told) == {away, back}
+    rest()
     tell(helper, {core})
-    told.clear()
     pool.run(kernel, 2, 1 << 30, counts)
     until(helpers.bells[0].empty)
     assert told == []
