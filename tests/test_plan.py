@@ -119,6 +119,23 @@ def test_few_channels_use_all_threads():
     assert plan.stays_near(resident, 1)
 
 
+def test_neighbouring_runs_are_not_written_in_step(threads):
+    """No two threads do a channel each whose runs are neighbours, unless these are stretches."""
+    for shape, number, tasks in (
+        ((64, 2, 1024), 1, 1),
+        ((64, 2, 1024), 2, 1),
+        ((64, 2, 1024), 8, 1),
+        ((64, 3, 1024), 2, 3),
+        ((64, 3, 1024), 8, None),
+        ((1, 2, 65536), 2, 2),
+    ):
+        threads(number)
+        cut = plan.plan(batch_norm_geometry(shape, 1), 4, 1)
+        assert cut.parts == 1
+        assert plan.stays_near(cut, number) == (tasks is not None)
+        assert cut.resident_tasks == (tasks or shape[1])
+
+
 def test_rows_are_covered():
     """Pieces of rows, and blocks of samples, whatever their number."""
     for batch, length in [(1, 1), (3, 4097), (1000, 128), (131072, 128), (5, 700_001), (64, 12288)]:

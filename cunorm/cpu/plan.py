@@ -245,10 +245,16 @@ def _segments(geometry: Geometry, itemsize: int, operands: int, threads: int) ->
         block = max(block, min(wide, fitting, geometry.statistics // (4 * threads)))
     block = max(1, block)
     blocks = _ceil_div(geometry.statistics, block)
+    # Threads that write neighbouring runs in step take cache lines from each other: two blocks of a
+    # part are one thread's, more are streamed if every one were a thread's.
+    beside = outer > 1 and parts == 1
+    if beside and blocks == 2:
+        block, blocks = geometry.statistics, 1
+    in_step = beside and 1 < blocks <= threads
     return Segments(
         tasks=blocks * parts,
         resident_tasks=blocks,
-        resident=statistic_bytes * operands <= _RESIDENT_CHANNEL_BYTES,
+        resident=statistic_bytes * operands <= _RESIDENT_CHANNEL_BYTES and not in_step,
         block=block,
         chunk_rows=chunk_rows,
         chunk_length=chunk_length,
