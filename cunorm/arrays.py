@@ -27,6 +27,8 @@ _DLPACK_CUDA = (2, 13)  # device and managed memory
 
 LEAST_CAPABILITY = 75  # 7.5
 
+_ndarray = np.ndarray  # found sooner: this is asked of every argument of every call
+
 Export: TypeAlias = Callable[[Any], Array]
 
 
@@ -98,9 +100,10 @@ class Place:
 
     As a context it makes a GPU the current one for as long as the call lasts. `read_only` names
     arguments that must not be written, which CuPy's arrays, unlike NumPy's, do not say themselves.
+    `plain` says that the arrays are NumPy's, and the results too.
     """
 
-    __slots__ = ("_device", "_export", "backend", "read_only", "xp")
+    __slots__ = ("_device", "_export", "backend", "plain", "read_only", "xp")
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class Place:
         self.xp = xp
         self.backend = backend
         self.read_only = read_only
+        self.plain = xp is np and export is None
         self._export = export
         self._device = device
 
@@ -147,7 +151,7 @@ def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
     ``None`` stays ``None``. The first array decides what the results are.
     """
     for value in values:
-        if type(value) is not np.ndarray and value is not None:
+        if value is not None and type(value) is not _ndarray:
             break
     else:  # as a rule
         return values, _cpu()

@@ -176,6 +176,41 @@ def per_channel(
         parameter(name, array, shape, ONE_A_CHANNEL, dtype)
 
 
+def are_plain(
+    x: np.ndarray, number: int, weight: Any, bias: Any, running_mean: Any, running_var: Any
+) -> bool:
+    """Whether `per_channel` and `running_statistics` have nothing to say of NumPy arrays.
+
+    That is sure of a C-contiguous x beside vectors in memory of their own, as they are as a rule.
+    """
+    flags = x.flags
+    owner = x.base
+    if not (flags.c_contiguous and flags.aligned) or not (
+        owner is None or (type(owner) is np.ndarray and owner.base is None)
+    ):
+        return False
+    shape = (number,)
+    for array in (weight, bias, running_mean, running_var):
+        if array is None:
+            continue
+        dtype, flags = array.dtype, array.flags
+        if (
+            (dtype is not _FLOAT32 and dtype is not _FLOAT64)
+            or array.shape != shape
+            or not (flags.carray and flags.owndata)
+            or array is owner
+        ):
+            return False
+    return (
+        running_mean is None
+        or (
+            running_mean is not running_var
+            and running_mean is not weight
+            and running_mean is not bias
+        )
+    ) and (running_var is None or (running_var is not weight and running_var is not bias))
+
+
 def parameter(
     name: str, array: np.ndarray | None, shape: tuple[int, ...], meaning: str, dtype: np.dtype
 ) -> None:

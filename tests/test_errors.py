@@ -17,7 +17,8 @@ class State:
     def __init__(self):
         rng = np.random.default_rng(7)
         self.x, self.dy, self.out = rng.standard_normal((3, *SHAPE)).astype(np.float32)
-        self.weight, self.bias, self.running_mean = rng.standard_normal((3, 4)).astype(np.float32)
+        vectors = rng.standard_normal((3, 4)).astype(np.float32)
+        self.weight, self.bias, self.running_mean = (v.copy() for v in vectors)  # none is a view
         self.running_var = rng.uniform(1, 2, 4).astype(np.float32)
         self.saved = cunorm.batch_norm_forward(self.x)[1]
 
@@ -109,8 +110,10 @@ FORWARD = [
 
 @pytest.mark.parametrize(("changes", "error", "message"), FORWARD)
 def test_forward(state, changes, error, message):
-    with pytest.raises(error, match=message):
-        state.forward(**changes)
+    """Also without an `out`, where the usual arguments are not looked at one by one."""
+    for default in ({}, {"out": None}):
+        with pytest.raises(error, match=message):
+            state.forward(**default | changes)
 
 
 BACKWARD = [
@@ -198,10 +201,17 @@ def test_running_statistics_apart(state):
         ("running_var", "running_mean"), ("running_mean", "weight"), ("running_var", "bias"),
     ]:  # fmt: skip
         shared = getattr(state, other)
-        with pytest.raises(ValueError, match=f"{running}: expected memory apart from {other}"):
-            state.forward(**{running: shared})
+        for out in (state.out, None):
+            with pytest.raises(ValueError, match=f"{running}: expected memory apart from {other}"):
+                state.forward(**{running: shared}, out=out)
         if other != "running_mean":  # inference only reads
             state.forward(**{running: shared}, training=False, out=None)
+    with pytest.raises(ValueError, match="running_var: expected memory apart from weight"):
+        state.forward(running_mean=None, running_var=state.weight, out=None)
+    x = state.running_mean.view(np.float16).reshape(2, 4)
+    with pytest.raises(ValueError, match="running_mean: expected memory apart from x"):
+        state.forward(x=x, out=None)
+    state.forward(x=x, out=None, training=False)
 
 
 def test_one_value_per_channel(state):

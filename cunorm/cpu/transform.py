@@ -443,9 +443,11 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     """
     dtype = statistics_dtype(x.dtype)
     statistics = np.empty((3, geometry.statistics), dtype)
-    given_mean = running_mean if _are_plain(running_mean, dtype) else flat(dense(running_mean))
-    given_var = running_var if _are_plain(running_var, dtype) else flat(dense(running_var))
-    _given_statistics(given_mean, given_var, eps, statistics)
+    if running_mean.dtype is not dtype or not running_mean.flags.carray:
+        running_mean = flat(dense(running_mean))
+    if running_var.dtype is not dtype or not running_var.flags.carray:
+        running_var = flat(dense(running_var))
+    _given_statistics(running_mean, running_var, eps, statistics)
     _transform(x, statistics, weight, bias, geometry, out)
     return statistics
 
@@ -466,9 +468,11 @@ def normalize(
     if weight_offset and weight is not None:
         weight = parameter(weight, dtype, weight_offset)
     # Running statistics of the accumulator type are blended where the batch's are saved.
-    none = NONE[dtype]
-    mean = running_mean if _are_plain(running_mean, dtype) else none
-    var = running_var if _are_plain(running_var, dtype) else none
+    mean = var = none = NONE[dtype]
+    if running_mean is not None and running_mean.dtype is dtype and running_mean.flags.carray:
+        mean = running_mean
+    if running_var is not None and running_var.dtype is dtype and running_var.flags.carray:
+        var = running_var
     fused = _fused(geometry, x.dtype, centered, get_num_threads())
     if fused is None:
         if centered:
@@ -498,8 +502,3 @@ def normalize(
     if var is not running_var and running_var is not None:
         update_running(None, running_var, none, statistics[3], scale, factor)
     return statistics
-
-
-def _are_plain(running, dtype):
-    """Whether running statistics lie as kernels take those of the accumulator type."""
-    return running is not None and running.dtype is dtype and running.flags.carray

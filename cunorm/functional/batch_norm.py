@@ -9,8 +9,9 @@ import numpy as np
 
 from .. import arrays, checks, running
 from ..arrays import Array
+from ..cpu import memory as cpu_memory
 from ..distributed import Moments
-from ..geometry import batch_norm_geometry
+from ..geometry import Geometry, batch_norm_geometry
 from .common import (
     Layout,
     as_dtype,
@@ -161,10 +162,23 @@ def batch_norm_forward(
     )
     checks.present("x", x)
     factor = checks.averaging_factor(momentum, exponential_average_factor)
-    axis, number, training, eps, scale = forward_arguments(
+    axis, number, training, eps, scale, geometry = forward_arguments(
         x.shape, x.dtype, channel_axis, training, eps, correction,
         running_mean is not None, running_var is not None,
     )  # fmt: skip
+    bias_dtype = None if bias is None else bias.dtype
+    if (  # as a rule
+        out is None
+        and place.plain
+        and geometry is not None
+        and checks.are_plain(x, number, weight, bias, running_mean, running_var)
+    ):
+        y = cpu_memory.empty_like(x)
+        rows = _apply(
+            place, x, weight, bias, running_mean, running_var, training, eps, scale, factor,
+            geometry, y,
+        )  # fmt: skip
+        return y, BatchNormSaved(rows[0], rows[1], rows[2], training, axis, x.shape, bias_dtype)
     checks.per_channel(
         number, x.dtype,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
@@ -180,29 +194,43 @@ def batch_norm_forward(
     with place:
         operands = arrays.Operands(place.xp, x, (x,), out)
         (source,) = operands.inputs
-        geometry = batch_norm_geometry(source.shape, operands.order.index(axis))
-        verbs = place.backend.transform
-        if x.size == 0:
+        if geometry is None:
             given_mean, given_var = (None, None) if training else (running_mean, running_var)
             statistics = statistics_of_nothing(
                 place.xp, given_mean, given_var, number, eps, checks.statistics_dtype(x.dtype)
             )
-        elif training:
-            statistics = verbs.normalize(
-                source, weight, bias, running_mean, running_var, eps, scale, factor, geometry,
-                operands.out,
-            )  # fmt: skip
         else:
-            statistics = verbs.infer(
-                source, running_mean, running_var, weight, bias, eps, geometry, operands.out
-            )
+            statistics = _apply(
+                place, source, weight, bias, running_mean, running_var, training, eps, scale,
+                factor, batch_norm_geometry(source.shape, operands.order.index(axis)), operands.out,
+            )  # fmt: skip
         y, mean, inv_std, residual = place.export(
             operands.finish(), statistics[0], statistics[1], statistics[2], given=given
         )
-        saved = BatchNormSaved(
-            mean, inv_std, residual, training, axis, x.shape, None if bias is None else bias.dtype
+        return y, BatchNormSaved(mean, inv_std, residual, training, axis, x.shape, bias_dtype)
+
+
+def _apply(
+    place: arrays.Place,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    eps: float,
+    scale: float,
+    factor: float,
+    geometry: Geometry,
+    out: Any,
+) -> Any:
+    """Normalize x, in memory order, into `out`; mean, inv_std and residual as rows."""
+    verbs = place.backend.transform
+    if training:
+        return verbs.normalize(
+            x, weight, bias, running_mean, running_var, eps, scale, factor, geometry, out
         )
-        return y, saved
+    return verbs.infer(x, running_mean, running_var, weight, bias, eps, geometry, out)
 
 
 @checks.once
@@ -215,10 +243,11 @@ def forward_arguments(
     correction: Any,
     running_mean: bool,
     running_var: bool,
-) -> tuple[int, int, bool, float, float]:
-    """(channel axis, channels, training, eps, scale) of a forward call.
+) -> tuple[int, int, bool, float, float, Geometry | None]:
+    """(channel axis, channels, training, eps, scale, geometry) of a forward call.
 
-    It is known here whether there are running statistics, but no more of them.
+    It is known here whether there are running statistics, but no more of them. The geometry is
+    that of a C-contiguous x, and None if x is empty.
     """
     channel_axis = checks.integer("channel_axis", channel_axis)
     axis, number, count = checks.channels("x", shape, dtype, channel_axis)
@@ -229,7 +258,8 @@ def forward_arguments(
         training, "training", running_mean, running_var, count, correction,
         checks.several_values, shape,
     )  # fmt: skip
-    return axis, number, training, eps, scale
+    geometry = batch_norm_geometry(shape, axis) if number * count else None
+    return axis, number, training, eps, scale, geometry
 
 
 def batch_norm_backward(

@@ -13,6 +13,7 @@ from ..arrays import Array
 __all__ = ["Layer", "TrackingLayer"]
 
 _INT64 = np.dtype(np.int64)
+_MOST_BATCHES = 2**63 - 1  # that can be counted
 
 
 class Layer:
@@ -333,7 +334,8 @@ class TrackingLayer(Layer):
         factor, batches = self._factor, 0
         if updating:  # found to be a number before the running statistics move
             batches = _number_of_batches("num_batches_tracked", self.num_batches_tracked)
-            checks.number_of_values("num_batches_tracked + 1", batches + 1, 1)
+            if batches == _MOST_BATCHES:
+                checks.number_of_values("num_batches_tracked + 1", batches + 1, 1)
         if factor == "cumulative":
             factor = 1.0 / (batches + 1) if updating else 0.0
         self._check_channels(x)
@@ -381,8 +383,10 @@ def _listed(names: Collection[Any]) -> str:
 
 def _number_of_batches(name: str, value: Any) -> int:
     """A number of batches: an integer, or an array of one."""
-    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 0:  # as a rule
-        value = value.item()
+    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 0:
+        number: int = value.item()
+        if number >= 0:  # as a rule
+            return number
     if not isinstance(value, (int, np.integer)):
         value = arrays.view(name, value)
         if value.shape != ():
