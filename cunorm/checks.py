@@ -181,34 +181,36 @@ def are_plain(
 ) -> bool:
     """Whether `per_channel` and `running_statistics` have nothing to say of NumPy arrays.
 
-    That is sure of a C-contiguous x beside vectors in memory of their own, as they are as a rule.
+    That is sure, as a rule, of a C-contiguous x, float32 and float64 vectors, and running
+    statistics in memory of their own.
     """
     flags = x.flags
-    owner = x.base
-    if not (flags.c_contiguous and flags.aligned) or not (
-        owner is None or (type(owner) is np.ndarray and owner.base is None)
-    ):
+    if not (flags.c_contiguous and flags.aligned):
         return False
     shape = (number,)
-    for array in (weight, bias, running_mean, running_var):
+    for array in (running_mean, running_var):
         if array is None:
             continue
         dtype, flags = array.dtype, array.flags
-        if (
-            (dtype is not _FLOAT32 and dtype is not _FLOAT64)
-            or array.shape != shape
-            or not (flags.carray and flags.owndata)
-            or array is owner
-        ):
+        if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
             return False
-    return (
-        running_mean is None
-        or (
-            running_mean is not running_var
-            and running_mean is not weight
-            and running_mean is not bias
-        )
-    ) and (running_var is None or (running_var is not weight and running_var is not bias))
+        if not (flags.carray and flags.owndata):
+            return False
+    for array in (x, weight, bias):
+        if array is None:
+            continue
+        if array is not x:
+            dtype = array.dtype
+            if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
+                return False
+        owner = array.base
+        if owner is None:
+            owner = array
+        elif type(owner) is not np.ndarray or owner.base is not None:
+            return False
+        if owner is running_mean or owner is running_var:
+            return False
+    return running_mean is None or running_mean is not running_var
 
 
 def parameter(

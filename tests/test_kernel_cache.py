@@ -1,12 +1,16 @@
 """Compiled kernels on disk: kept, never stale, and no error whatever happens to the files."""
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numba import types
+from numba.core.registry import CPUDispatcher
 
 import cunorm
 
@@ -145,3 +149,46 @@ caching.CacheImpl.__init__ = refuse
     assert number == 0  # no copy was missed: none was looked for
     assert "NUMBA_CACHE_DIR" in warned
     assert warned.count("cannot be kept on disk") == 1
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_read_only_arrays_compile_nothing(rng, axis):
+    """Numba would make kernels for them alone, in seconds each."""
+
+    def fixed(*shape):
+        array = rng.uniform(1.0, 2.0, shape).astype(np.float32)
+        array.flags.writeable = False
+        return array
+
+    x, dy, row = fixed(6, 4, 4), fixed(6, 4, 4), fixed(4)
+    mean, inv_std, sums = fixed(4), fixed(4), fixed(2, 4)
+    last = {"channel_axis": axis}
+    saved = [
+        cunorm.batch_norm_forward(x, row, row, **last)[1],
+        cunorm.group_norm_forward(x, 2, row, row, **last)[1],
+        cunorm.instance_norm_forward(x, row, row, **last)[1],
+        cunorm.layer_norm_forward(x, row, row)[1],
+        cunorm.rms_norm_forward(x, row)[1],
+    ]
+    for kept in saved:
+        for array in kept:
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+    cunorm.batch_norm_forward(x, row, row, mean, inv_std, training=False, **last)
+    for name, kept in zip(("batch", "group", "instance", "layer", "rms"), saved, strict=True):
+        getattr(cunorm, f"{name}_norm_backward")(dy, x, kept, row)
+    cunorm.batch_norm_double_backward(dy, row, row, dy, x, saved[0], row)
+    cunorm.layer_norm_double_backward(dy, row, row, dy, x, saved[3], row)
+    cunorm.batch_norm_statistics(x, **last)
+    cunorm.batch_norm_transform(x, mean, inv_std, row, row, **last)
+    cunorm.batch_norm_backward_reduce(dy, x, mean, **last)
+    cunorm.batch_norm_backward_transform(dy, x, mean, inv_std, row, *sums, 5, **last)
+    cunorm.update_running_statistics(np.zeros(4), np.ones(4), mean, inv_std, 5)
+    cunorm.scale_shift_forward(x, row, row, **last)
+    cunorm.scale_shift_backward(dy, x, row, **last)
+
+    kernels = [kernel for kernel in gc.get_objects() if isinstance(kernel, CPUDispatcher)]
+    compiled = [signature for kernel in kernels for signature in kernel.signatures]
+    arrays = [a for signature in compiled for a in signature if isinstance(a, types.Array)]
+    assert arrays
+    assert all(array.mutable for array in arrays)

@@ -59,7 +59,7 @@ from .rows import (
     row_extents,
     row_parameter,
 )
-from .statistics import NONE, parameter, reads_on, residual_times
+from .statistics import NONE, optional, parameter, reads_on, residual_times
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES, columns_transform, run_transform
@@ -734,8 +734,8 @@ def _backward_rows(
 def reduce(dy, x, mean, residual, geometry: Geometry):
     """Sums of dy and of dy * (x - (mean + residual)) over every channel; residual may be None."""
     none = NONE[mean.dtype]
-    residual = none if residual is None else residual
-    return _sums(dy, x, mean, residual, none, none, True, geometry)
+    residual = optional(residual, mean.dtype)
+    return _sums(dy, x, optional(mean, mean.dtype), residual, none, none, True, geometry)
 
 
 def input_gradient(
@@ -751,8 +751,9 @@ def input_gradient(
         kernel, tasks = _gradient_columns, cut.tasks
     run(
         kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
-        mean, NONE[mean.dtype] if residual is None else residual, inv_std,
-        parameter(weight, mean.dtype), sum_dy, sum_dy_xmu, float(count),
+        *(optional(array, mean.dtype) for array in (mean, residual, inv_std)),
+        parameter(weight, mean.dtype),
+        *(optional(array, mean.dtype) for array in (sum_dy, sum_dy_xmu)), float(count),
         3 * x.nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
@@ -769,11 +770,9 @@ def backward(
     """
     dtype = statistics_dtype(x.dtype)
     centered = mean is not None or not training
-    if mean is None:
-        mean = np.zeros(geometry.statistics, dtype)
-    if inv_std is None:
-        inv_std = np.ones(geometry.statistics, dtype)
-    residual = NONE[dtype] if residual is None else residual
+    mean = np.zeros(geometry.statistics, dtype) if mean is None else optional(mean, dtype)
+    inv_std = np.ones(geometry.statistics, dtype) if inv_std is None else optional(inv_std, dtype)
+    residual = optional(residual, dtype)
     gradients = [NONE[dtype] if array is None else flat(array) for array in (dweight, dbias)]
     cut = plan(geometry, x.itemsize, 2, centered)
     if isinstance(cut, Rows):

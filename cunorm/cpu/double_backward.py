@@ -47,7 +47,7 @@ from .pieces import (
 from .plan import Columns, Rows, Segments, plan, rows_plan, stays_near
 from .pool import run
 from .rows import add_up, row_extents, row_parameter
-from .statistics import NONE, parameter, residual_times
+from .statistics import NONE, optional, parameter, residual_times
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES
@@ -922,7 +922,7 @@ def double_backward(
     groups, or of rows in which every element is one.
     """
     dtype = statistics_dtype(x.dtype)
-    residual = NONE[dtype] if residual is None else residual
+    mean, inv_std, residual = (optional(array, dtype) for array in (mean, inv_std, residual))
     ddweight = NONE[dtype] if ddweight is None else flat(ddweight)
     arrays: list[Any] = [flat(array) for array in (dy, x, ddy, ddx)]
     arrays.insert(0, None if gdx is None else flat(gdx))

@@ -54,11 +54,18 @@ def parameter(array, dtype, offset=0.0):
     """A parameter of any floating dtype and strides plus an offset, or None, for kernels."""
     if array is None:
         return NONE[dtype]
-    if not offset and array.dtype is dtype and array.flags.c_contiguous:  # as a rule
+    if not offset and array.dtype is dtype and array.flags.carray:  # as a rule
         return array
     with np.errstate(all="ignore"):
-        values = np.ascontiguousarray(array, dtype)
-        return values + dtype.type(offset) if offset else values
+        values = dense(np.ascontiguousarray(array, dtype))
+        return values + dtype.type(offset) if offset else flat(values)
+
+
+def optional(array, dtype):
+    """Statistics in this dtype, or None, for kernels."""
+    if array is None:
+        return NONE[dtype]
+    return array if array.flags.writeable else flat(array)  # is quicker
 
 
 @strict_function
