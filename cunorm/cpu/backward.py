@@ -749,12 +749,12 @@ def input_gradient(
     else:
         last = numbers(*_extents(cut, geometry), *cut.arguments)
         kernel, tasks = _gradient_columns, cut.tasks
+    dtype = mean.dtype
+    given = [optional(array, dtype) for array in (mean, residual, inv_std)]
+    sums = [optional(array, dtype) for array in (sum_dy, sum_dy_xmu)]
     run(
-        kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
-        *(optional(array, mean.dtype) for array in (mean, residual, inv_std)),
-        parameter(weight, mean.dtype),
-        *(optional(array, mean.dtype) for array in (sum_dy, sum_dy_xmu)), float(count),
-        3 * x.nbytes > STREAMING_BYTES, last,
+        kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out), *given,
+        parameter(weight, dtype), *sums, float(count), 3 * x.nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
 
