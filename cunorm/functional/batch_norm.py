@@ -166,31 +166,30 @@ def batch_norm_forward(
         x.shape, x.dtype, channel_axis, training, eps, correction,
         running_mean is not None, running_var is not None,
     )  # fmt: skip
-    bias_dtype = None if bias is None else bias.dtype
-    if (  # as a rule
-        out is None
-        and place.plain
-        and geometry is not None
-        and checks.are_plain(x, number, weight, bias, running_mean, running_var)
-    ):
-        y = cpu_memory.empty_like(x)
-        rows = _apply(
-            place, x, weight, bias, running_mean, running_var, training, eps, scale, factor,
-            geometry, y,
+    plain = place.plain and checks.are_plain(x, number, weight, bias, running_mean, running_var)
+    if not plain:
+        checks.per_channel(
+            number, x.dtype,
+            weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
         )  # fmt: skip
-        return y, BatchNormSaved(rows[0], rows[1], rows[2], training, axis, x.shape, bias_dtype)
-    checks.per_channel(
-        number, x.dtype,
-        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
-    )  # fmt: skip
-    if training:
-        checks.running_statistics(place, running_mean, running_var, x=x, weight=weight, bias=bias)
+        if training:
+            checks.running_statistics(
+                place, running_mean, running_var, x=x, weight=weight, bias=bias
+            )
     if out is not None:
         checks.output(
             out, x, ("x",),
             x=x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
         )  # fmt: skip
 
+    bias_dtype = None if bias is None else bias.dtype
+    if plain and geometry is not None and (out is None or arrays.is_plain(out)):  # as a rule
+        y = cpu_memory.empty_like(x) if out is None else out
+        rows = _apply(
+            place, x, weight, bias, running_mean, running_var, training, eps, scale, factor,
+            geometry, y,
+        )  # fmt: skip
+        return y, BatchNormSaved(rows[0], rows[1], rows[2], training, axis, x.shape, bias_dtype)
     with place:
         operands = arrays.Operands(place.xp, x, (x,), out)
         (source,) = operands.inputs
