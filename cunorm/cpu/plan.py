@@ -247,7 +247,7 @@ def _segments(geometry: Geometry, itemsize: int, operands: int, threads: int) ->
     blocks = _ceil_div(geometry.statistics, block)
     # Threads that write neighbouring runs in step take cache lines from each other: two blocks of a
     # part are one thread's, more are streamed if every one were a thread's.
-    beside = outer > 1 and parts == 1
+    beside = geometry.batch == 1 and outer > 1 and parts == 1
     if beside and blocks == 2:
         block, blocks = geometry.statistics, 1
     in_step = beside and 1 < blocks <= threads
