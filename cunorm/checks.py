@@ -188,29 +188,15 @@ def are_plain(
     if not (flags.c_contiguous and flags.aligned):
         return False
     shape = (number,)
-    for array in (running_mean, running_var):
+    for array in (weight, bias, running_mean, running_var):
         if array is None:
             continue
-        dtype, flags = array.dtype, array.flags
+        dtype = array.dtype
         if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
             return False
-        if not (flags.carray and flags.owndata):
-            return False
-    for array in (x, weight, bias):
-        if array is None:
-            continue
-        if array is not x:
-            dtype = array.dtype
-            if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
-                return False
-        owner = array.base
-        if owner is None:
-            owner = array
-        elif type(owner) is not np.ndarray or owner.base is not None:
-            return False
-        if owner is running_mean or owner is running_var:
-            return False
-    return running_mean is None or running_mean is not running_var
+    if running_mean is running_var is None:
+        return True
+    return _has_own_memory(running_mean, running_var, (x, weight, bias))
 
 
 def parameter(
