@@ -17,7 +17,7 @@ test: .venv/installed-dev lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	@echo "executing the CUDA kernels on the CPU, with $(CXX) and its sanitizers ..."
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(foreach library,asan ubsan,$(shell $(CXX) -print-file-name=lib$(library).so))" \
-		$(BIN)/python -m pytest -n auto --dist loadfile --backend cuda-on-cpu
+		$(BIN)/python -m pytest -n auto --dist worksteal --backend cuda-on-cpu
 
 # As users have it: the sdist and the wheel made from it, each in an environment of its own, with
 # the newest and with the oldest versions of what it needs, tested away from the sources; and

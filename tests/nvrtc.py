@@ -6,7 +6,10 @@ Run as a program it prints a table of registers, spills and memory accesses.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.metadata
+import os
+import pickle
 import re
 import subprocess
 import sys
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from harness import cuda_headers
+from harness import CACHES, cuda_headers
 
 from cunorm.cuda import launch, source
 from cunorm.cuda.launch import Alignment, Device
@@ -95,7 +98,41 @@ def _library(release):
 
 def compile_kernels(file, options, architecture, release=13):
     """Machine code of a file of kernels; raises with the compiler's words if there is none."""
-    library = _library(release)
+    every = [
+        *source.compile_options(options),
+        f"-arch=sm_{architecture}",
+        f"-I{cuda_headers(RELEASES[release][1])}",
+        f"-I{cuda_headers()}",  # nv/target, which the older release's wheels lack
+        "-ftz=true",  # as CuPy has it, and the next
+        "--device-as-default-execution-space",
+        "--ptxas-options=-v",
+    ]
+    versions = [importlib.metadata.version(name) for name in RELEASES[release]]
+    digest = hashlib.sha256(repr((file, every, versions)).encode()).hexdigest()[:32]
+    kept = CACHES / "nvrtc" / digest  # several tests look at the same code
+    if kept.exists():
+        cubin, log = pickle.loads(kept.read_bytes())
+    else:
+        cubin, log = _compile(file, every, _library(release))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        written = kept.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps((cubin, log)))
+        written.rename(kept)
+    found = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    kernels = {
+        name: Kernel(int(registers), int(stack), int(stores) + int(loads))
+        for name, stack, stores, loads, registers in found
+    }
+    return Compiled(cubin, log, kernels)
+
+
+def _compile(file, options, library):
+    """(machine code, what the compiler said)."""
 
     def check(status):
         if status:
@@ -111,34 +148,15 @@ def compile_kernels(file, options, architecture, release=13):
     program = ctypes.c_void_p()
     code = (source.folder() / file).read_bytes()
     check(library.nvrtcCreateProgram(ctypes.byref(program), code, file.encode(), 0, None, None))
-    every = [
-        *source.compile_options(options),
-        f"-arch=sm_{architecture}",
-        f"-I{cuda_headers(RELEASES[release][1])}",
-        f"-I{cuda_headers()}",  # nv/target, which the older release's wheels lack
-        "-ftz=true",  # as CuPy has it, and the next
-        "--device-as-default-execution-space",
-        "--ptxas-options=-v",
-    ]
-    arguments = (ctypes.c_char_p * len(every))(*(o.encode() for o in every))
-    status = library.nvrtcCompileProgram(program, len(every), arguments)
+    arguments = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    status = library.nvrtcCompileProgram(program, len(options), arguments)
     log = text(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog)
     log = log.rstrip(b"\0").decode()
     if status:
         raise RuntimeError(log)
     cubin = text(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN)
     check(library.nvrtcDestroyProgram(ctypes.byref(program)))
-    found = re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
-        r"(\d+) bytes spill loads.*?Used (\d+) registers",
-        log,
-        re.DOTALL,
-    )
-    kernels = {
-        name: Kernel(int(registers), int(stack), int(stores) + int(loads))
-        for name, stack, stores, loads, registers in found
-    }
-    return Compiled(cubin, log, kernels)
+    return cubin, log
 
 
 def listing(cubin):

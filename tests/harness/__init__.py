@@ -22,7 +22,7 @@ from cunorm.cuda import source
 from cunorm.cuda.launch import Device
 
 HERE = Path(__file__).parent
-CACHE = HERE.parent.parent / ".cache" / "harness"
+CACHES = HERE.parent.parent / ".cache"
 
 #: An H200 with 8 multiprocessors, so that little data is enough to keep it busy.
 DEVICE = Device(
@@ -44,6 +44,18 @@ def cuda_headers(distribution="nvidia-cuda-runtime"):
     """Folder of the CUDA headers in a wheel."""
     files = importlib.metadata.files(distribution)
     return next(Path(f.locate()).parent for f in files if f.name == "cuda_fp16.h")
+
+
+def _compiled_from(*folders):
+    """Where to keep what is compiled from these sources."""
+    content = b"".join(
+        path.read_bytes()
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".cu", ".cuh", ".hpp", ".cpp")
+    )
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return CACHES / "harness" / f"{digest}{'-sanitized' if SANITIZED else ''}"
 
 
 class PoisonedNumPy:
@@ -79,14 +91,8 @@ class Harness:
         self.blocks = self.threads = 0  # launched
         # Bytes read from and written to watched arrays, then to other global memory.
         self.traffic = np.zeros(4, np.uint64)
-        content = b"".join(
-            path.read_bytes()
-            for folder in (self.kernels, HERE)
-            for path in sorted(folder.iterdir())
-            if path.suffix in (".cu", ".cuh", ".hpp", ".cpp")
-        )
-        digest = hashlib.sha256(content).hexdigest()[:16]
-        self.folder = CACHE / f"{digest}{'-sanitized' if SANITIZED else ''}"
+        self.runtime_folder = _compiled_from(HERE)
+        self.folder = _compiled_from(HERE, self.kernels)
         self._libraries = {}
         self._runtime = None
 
@@ -146,7 +152,7 @@ class Harness:
         """Compile a main file, unless that has been done, so that no half a file is left."""
         if target.exists():
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         written = target.with_name(f"{os.getpid()}-{target.name}")
         compiler = [os.environ.get("CXX", "g++"), "-std=c++17", "-fPIC", "-O1", "-g1", "-w"]
         compiler += _SANITIZERS if SANITIZED else []
@@ -160,9 +166,10 @@ class Harness:
 
     def _load_runtime(self):
         if self._runtime is None:
-            self._compile(self.folder / "runtime.so", HERE / "runtime.cpp", "-shared")
-            self._runtime = ctypes.CDLL(str(self.folder / "runtime.so"), ctypes.RTLD_GLOBAL)
-            header = self.folder / "harness.hpp.gch"
+            runtime = self.runtime_folder / "runtime.so"
+            self._compile(runtime, HERE / "runtime.cpp", "-shared")
+            self._runtime = ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+            header = self.runtime_folder / "harness.hpp.gch"
             self._compile(header, HERE / "harness.hpp", "-x", "c++-header")
 
     def _library(self, file, options):
@@ -173,13 +180,14 @@ class Harness:
         key = hashlib.sha256(repr((file, options)).encode()).hexdigest()[:16]
         target = self.folder / f"{Path(file).stem}-{key}.so"
         if not target.exists():
-            main = self.folder / f"{Path(file).stem}-{key}.cpp"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            main = target.with_suffix(".cpp")
             defines = [f"#define {o[2:].replace('=', ' ')}" for o in options]
             text = (self.kernels / file).read_text(encoding="utf-8")
             kernels = [f"HARNESS_KERNEL({n}, {a})" for n, a in _ARGUMENTS.findall(text)]
             assert kernels, f"no kernel found in {file}"
             lines = ['#include "harness.hpp"', *defines, f'#include "{file}"', *kernels]
             main.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            self._compile(target, main, "-shared", f"-I{self.folder}")
+            self._compile(target, main, "-shared", f"-I{self.runtime_folder}")
         library = self._libraries[file, options] = ctypes.CDLL(str(target))
         return library
