@@ -177,12 +177,19 @@ def per_channel(
 
 
 def are_plain(
-    x: np.ndarray, number: int, weight: Any, bias: Any, running_mean: Any, running_var: Any
+    x: np.ndarray,
+    number: int,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    *,
+    written: bool,
 ) -> bool:
-    """Whether `per_channel` and `running_statistics` have nothing to say of NumPy arrays.
+    """Whether `per_channel` has nothing to say of NumPy arrays, nor `running_statistics`.
 
-    That is sure, as a rule, of a C-contiguous x, float32 and float64 vectors, and running
-    statistics in memory of their own.
+    That is sure, as a rule, of a C-contiguous x, float32 and float64 vectors and, if they are
+    `written`, running statistics in memory of their own.
     """
     flags = x.flags
     if not (flags.c_contiguous and flags.aligned):
@@ -194,7 +201,7 @@ def are_plain(
         dtype = array.dtype
         if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
             return False
-    if running_mean is running_var is None:
+    if not written or running_mean is running_var is None:
         return True
     return _has_own_memory(running_mean, running_var, (x, weight, bias))
 

@@ -166,7 +166,9 @@ def batch_norm_forward(
         x.shape, x.dtype, channel_axis, training, eps, correction,
         running_mean is not None, running_var is not None,
     )  # fmt: skip
-    plain = place.plain and checks.are_plain(x, number, weight, bias, running_mean, running_var)
+    plain = place.plain and checks.are_plain(
+        x, number, weight, bias, running_mean, running_var, written=training
+    )
     if not plain:
         checks.per_channel(
             number, x.dtype,
