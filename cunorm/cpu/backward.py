@@ -41,6 +41,8 @@ from .elements import (
     write_rows,
 )
 from .pieces import (
+    columns_chunk,
+    columns_chunks,
     columns_part,
     columns_piece,
     runs_row,
@@ -155,14 +157,15 @@ def _segments_sums(
                 sum_dy, sum_dy_xmu = _run_reduce(dy, x, start, length, load_scratch(means, i))
                 sums[i, 0] += sum_dy
                 sums[i, 1] += sum_dy_xmu
-                if dx.size:
+                if dx is not None and dx.size:
                     scale = load_scratch(scales, i)
                     staged = follow(dx, staged, end, start, stage)
                     end = start + length
                     staged = run_transform(
                         dy, dx, start, end, zero, scale, zero, streaming, stage, staged
                     )
-    flush(dx, staged, end, stage)
+    if dx is not None:
+        flush(dx, staged, end, stage)
 
 
 @shared_kernel
@@ -263,7 +266,7 @@ def _backward_segments(
         sums[:, :] = 0.0
         for part in range(parts):
             _segments_sums(
-                dy, x, dx[:0], part, outer, inner, group * inner, chunk_rows, chunk_length,
+                dy, x, None, part, outer, inner, group * inner, chunk_rows, chunk_length,
                 part_chunks, last - first, starts, means, scales, False, stage, part_sums,
             )  # fmt: skip
             for i in range(last - first):
@@ -348,26 +351,17 @@ def _columns_reduce(
     for p in range(width):
         store(total_dy, p, 0.0)
         store(total_dy_xmu, p, 0.0)
-    for row in range(0, rows, chunk_rows):
-        height = min(chunk_rows, rows - row)
+    for chunk in range(columns_chunks(rows, tail_width, chunk_rows)):
+        row, height, positions = columns_chunk(chunk, rows, width, tail_width, chunk_rows)
+        first = start + row * stride
         _columns_chunk(
-            dy, x, start + row * stride, stride, height, width, mean,
+            dy, x, first, stride, height, positions, mean,
             sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
         )  # fmt: skip
-        if dx.size:
+        if dx is not None and dx.size:
             columns_transform(
-                dy, dx, start + row * stride, stride, height, width, 0, zero, scale, zero,
-                streaming, rooms,
-            )  # fmt: skip
-    if tail_width > 0:
-        _columns_chunk(
-            dy, x, start + rows * stride, stride, 1, tail_width, mean,
-            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
-        )  # fmt: skip
-        if dx.size:
-            columns_transform(
-                dy, dx, start + rows * stride, stride, 0, tail_width, tail_width, zero, scale,
-                zero, False, rooms,
+                dy, dx, first, stride, height, positions, 0, zero, scale, zero,
+                streaming and row < rows, rooms,
             )  # fmt: skip
 
 
@@ -563,7 +557,7 @@ def _backward_columns(
         for part in range(parts):
             height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
             _columns_reduce(
-                dy, x, dx[:0], start + part * part_rows * stride, stride, height, width,
+                dy, x, None, start + part * part_rows * stride, stride, height, width,
                 tail * channels * inner, chunk_rows, block_mean,
                 block_dy, block_dy_xmu, total_dy, total_dy_xmu, block_dy, block_dy, False, blocks,
             )  # fmt: skip

@@ -38,6 +38,8 @@ from .elements import (
     strict_function,
 )
 from .pieces import (
+    columns_chunk,
+    columns_chunks,
     columns_part,
     columns_piece,
     segments_chunk,
@@ -493,15 +495,11 @@ def _columns_sums(
 ):
     """Sums of every position, over `rows` rows and, left of `tail_width`, one more."""
     totals[:, :width] = 0.0
-    for row in range(0, rows, chunk_rows):
+    for chunk in range(columns_chunks(rows, tail_width, chunk_rows)):
+        row, height, positions = columns_chunk(chunk, rows, width, tail_width, chunk_rows)
         _columns_chunk(
-            g, dy, x, start + row * stride, stride, min(chunk_rows, rows - row), width, row, mean,
+            g, dy, x, start + row * stride, stride, height, positions, row, mean,
             centered, of_chunk, totals,
-        )  # fmt: skip
-    if tail_width > 0:
-        _columns_chunk(
-            g, dy, x, start + rows * stride, stride, 1, tail_width, rows, mean, centered,
-            of_chunk, totals,
         )  # fmt: skip
 
 

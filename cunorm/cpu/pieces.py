@@ -70,6 +70,21 @@ def columns_part(part, rows, tail_rows, part_rows, parts):
 
 
 @device_function
+def columns_chunk(chunk, rows, width, tail_width, chunk_rows):
+    """(first row, rows, positions) of a chunk; a last one is the row left of `tail_width`."""
+    row = chunk * chunk_rows
+    if row >= rows:
+        return rows, 1, tail_width
+    return row, min(chunk_rows, rows - row), width
+
+
+@device_function
+def columns_chunks(rows, tail_width, chunk_rows):
+    """Number of chunks of `rows` rows and, left of `tail_width`, one more."""
+    return -(-rows // chunk_rows) + (tail_width > 0)
+
+
+@device_function
 def spread(value, channel, channels, fold, inner, block):
     """Write a channel's number to all its positions.
 

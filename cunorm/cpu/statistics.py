@@ -36,7 +36,14 @@ from .elements import (
     store,
     strict_function,
 )
-from .pieces import columns_piece, segments_chunk, segments_chunks, segments_start
+from .pieces import (
+    columns_chunk,
+    columns_chunks,
+    columns_piece,
+    segments_chunk,
+    segments_chunks,
+    segments_start,
+)
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
 from .tasks import next_task, numbers, shared_kernel
@@ -310,15 +317,11 @@ def columns_moments(
     x, start, stride, rows, width, tail_width, chunk_rows, center, total, squares, mean, m2
 ):
     """Moments of `width` positions over `rows` rows and, left of `tail_width`, one more."""
-    for row in range(0, rows, chunk_rows):
+    for chunk in range(columns_chunks(rows, tail_width, chunk_rows)):
+        row, height, positions = columns_chunk(chunk, rows, width, tail_width, chunk_rows)
         _columns_chunk(
-            x, start + row * stride, stride, min(chunk_rows, rows - row), width,
+            x, start + row * stride, stride, height, positions,
             row, center, total, squares, mean, m2,
-        )  # fmt: skip
-    if tail_width > 0:
-        _columns_chunk(
-            x, start + rows * stride, stride, 1, tail_width,
-            rows, center, total, squares, mean, m2,
         )  # fmt: skip
 
 
