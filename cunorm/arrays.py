@@ -100,10 +100,11 @@ class Place:
 
     As a context it makes a GPU the current one for as long as the call lasts. `read_only` names
     arguments that must not be written, which CuPy's arrays, unlike NumPy's, do not say themselves.
-    `plain` says that the arrays are NumPy's, and the results too.
+    `plain` says that the arrays are NumPy's, and the results too; `memory` is where `empty` and
+    `empty_like` are.
     """
 
-    __slots__ = ("_device", "_export", "backend", "plain", "read_only", "xp")
+    __slots__ = ("_device", "_export", "backend", "memory", "plain", "read_only", "xp")
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class Place:
         read_only: tuple[str, ...] = (),
     ) -> None:
         self.xp = xp
+        self.memory = cpu_memory if xp is np else xp
         self.backend = backend
         self.read_only = read_only
         self.plain = xp is np and export is None
@@ -392,6 +394,15 @@ def is_plain(array: Any) -> bool:
     return flags.c_contiguous and getattr(flags, "aligned", True)
 
 
+def all_plain(inputs: tuple[Any, ...], model: Any) -> bool:
+    """Whether the inputs and the array that an output is like are all C-contiguous and aligned."""
+    for array in inputs if inputs and inputs[0] is model else (*inputs, model):
+        flags = array.flags  # is_plain, without a call for each
+        if not (flags.c_contiguous and getattr(flags, "aligned", True)):
+            return False
+    return True
+
+
 def _lies_in(order: tuple[int, ...], array: Any) -> bool:
     return is_plain(array.transpose(order))
 
@@ -449,24 +460,18 @@ class Operands:
     __slots__ = ("_result", "_target", "_xp", "inputs", "order", "out")
 
     def __init__(
-        self, xp: Any, like: Any, inputs: tuple[Any, ...], out: Any | None, leading: int = 0
+        self, place: Place, like: Any, inputs: tuple[Any, ...], out: Any | None, leading: int = 0
     ) -> None:
-        memory = cpu_memory if xp is np else xp
+        memory = place.memory
         self.inputs = inputs
-        model = like if out is None else out
-        asked = inputs if inputs and inputs[0] is model else (*inputs, model)
-        for array in asked:
-            flags = array.flags  # is_plain, without a call for each
-            if not (flags.c_contiguous and getattr(flags, "aligned", True)):
-                break
-        else:  # the usual case, without detours
+        if all_plain(inputs, like if out is None else out):  # as a rule
             self.order = axes(like.ndim)
             if out is None:
                 out = memory.empty_like(like)
             self.out = out
             self._result = None
             return
-        self._xp = xp
+        self._xp = place.xp
         self._result = memory.empty_like(like) if out is None else out
         order = memory_order(self._result, leading)
         if order is None:  # given by the caller and with gaps, or other axes are the slowest
@@ -485,7 +490,7 @@ class Operands:
             if not _lies_in(order, array):
                 copy = self._target if free else memory.empty_like(self._target)
                 free = False
-                xp.copyto(copy, array)
+                place.xp.copyto(copy, array)
                 array = copy
             views.append(array.transpose(order))
         self.inputs = tuple(views)
@@ -499,7 +504,7 @@ class Operands:
         return self._result
 
 
-def dense(arrays: tuple[Any, ...], leading: int = 0) -> tuple[tuple[int, ...], list[Any]]:
+def dense(arrays: tuple[Any, ...], leading: int = 0) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     """One memory order and the arrays in it, C-contiguous; those in another order are copied.
 
     It begins with the first `leading` axes, in any order.
@@ -509,4 +514,4 @@ def dense(arrays: tuple[Any, ...], leading: int = 0) -> tuple[tuple[int, ...], l
     if order is None:
         order = tuple(range(arrays[0].ndim))
     turned = [array.transpose(order) for array in arrays]
-    return order, [array if is_plain(array) else array.copy() for array in turned]
+    return order, tuple(array if is_plain(array) else array.copy() for array in turned)

@@ -113,18 +113,17 @@ def present(name: str, array: Any) -> None:
         raise TypeError(f"{name}: expected an array, got None")
 
 
-@lru_cache(maxsize=1024)
-def channels(
-    name: str, shape: tuple[int, ...], dtype: np.dtype, channel_axis: int
-) -> tuple[int, int, int]:
-    """(channel axis from the front, number of channels, elements a channel) of an input."""
-    floating(name, dtype)
+@once
+def channels(shape: tuple[int, ...], dtype: np.dtype, channel_axis: Any) -> tuple[int, int, int]:
+    """(channel axis from the front, number of channels, elements a channel) of x."""
+    channel_axis = integer("channel_axis", channel_axis)
+    floating("x", dtype)
     ndim = len(shape)
     if ndim < 2:
-        raise ValueError(f"{name}: expected at least 2 dimensions, got shape {shape}")
+        raise ValueError(f"x: expected at least 2 dimensions, got shape {shape}")
     if not -ndim <= channel_axis < ndim:
         raise ValueError(
-            f"channel_axis: expected {-ndim} to {ndim - 1} for {name} of shape {shape}, "
+            f"channel_axis: expected {-ndim} to {ndim - 1} for x of shape {shape}, "
             f"got {channel_axis}"
         )
     axis = channel_axis % ndim
@@ -218,6 +217,8 @@ def parameter(
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, {meaning}, got {array.shape}")
     own = array.dtype
+    if own is dtype or own is _FLOAT32:  # as a rule
+        return
     if own != dtype and own != _FLOAT32 and own != _FLOAT64:
         half = "" if dtype in (_FLOAT32, _FLOAT64) else f"{dtype} (that of the data), "
         raise TypeError(f"{name}: expected dtype {half}float32 or float64, got {own}")
@@ -294,7 +295,7 @@ def same_as_input(name: str, array: np.ndarray | None, x: np.ndarray) -> None:
     assert array is not None
     if array.shape != x.shape:
         raise ValueError(f"{name}: expected the shape of x, {x.shape}, got {array.shape}")
-    if array.dtype != x.dtype:
+    if array.dtype is not x.dtype and array.dtype != x.dtype:
         raise TypeError(f"{name}: expected the dtype of x, {x.dtype}, got {array.dtype}")
 
 
@@ -355,6 +356,8 @@ def finite(name: str, value: Any) -> float:
 
 
 def _fraction(name: str, value: Any) -> float:
+    if type(value) is float and 0.0 <= value <= 1.0:  # as a rule
+        return value
     number = _real(name, value, "a number from 0 to 1")
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name}: expected a number from 0 to 1, got {value!r}")

@@ -362,15 +362,18 @@ _NORMALIZE = {Segments: _normalize_segments, Columns: _normalize_columns}
 class _Call(NamedTuple):
     """What a call of a shared kernel needs that does not depend on the arrays' elements."""
 
-    kernel: Any
-    tasks: int
+    statistics: tuple[int, int]  # shape
+    dtype: np.dtype  # accumulator type
     nbytes: int  # of x and the output
-    numbers: Any
+    kernel: Any = None
+    tasks: int = 0
+    numbers: Any = None
 
 
-def _call(kernel, tasks: int, geometry: Geometry, dtype: np.dtype, *arguments: int) -> _Call:
+def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
+    """A call with so many rows of statistics, and no kernel yet."""
     nbytes = 2 * geometry.size * dtype.itemsize
-    return _Call(kernel, tasks, nbytes, numbers(*arguments))
+    return _Call((rows, geometry.statistics), statistics_dtype(dtype), nbytes)
 
 
 @lru_cache(maxsize=1024)
@@ -378,30 +381,37 @@ def _given(geometry: Geometry, dtype: np.dtype) -> _Call:
     """To transform x of this dtype with given statistics."""
     cut = plan(geometry, dtype.itemsize, 0)
     if isinstance(cut, Rows):
+        kernel, tasks = transform_rows, cut.tasks
         arguments = (*row_extents(geometry), *cut.arguments)
-        return _call(transform_rows, cut.tasks, geometry, dtype, *arguments)
-    if isinstance(cut, Segments):
+    elif isinstance(cut, Segments):
+        kernel = _transform_segments
         tasks, stretch = stretches(geometry, dtype.itemsize)
-        return _call(_transform_segments, tasks, geometry, dtype, *geometry, stretch)
-    arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
-    return _call(_transform_columns, cut.tasks, geometry, dtype, *arguments)
+        arguments = (*geometry, stretch)
+    else:
+        kernel, tasks = _transform_columns, cut.tasks
+        arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
+    return _call(geometry, dtype, 3)._replace(
+        kernel=kernel, tasks=tasks, numbers=numbers(*arguments)
+    )
 
 
 @lru_cache(maxsize=1024)
-def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int) -> _Call | None:
-    """To normalize whole statistics while they are near; None if that is not to be."""
+def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int) -> _Call:
+    """To normalize whole statistics while they are near; no kernel if that is not to be."""
+    call = _call(geometry, dtype, 4)
     cut = plan(geometry, dtype.itemsize, 1, centered)
     if isinstance(cut, Rows):
         if not cut.resident:
-            return None
+            return call
+        kernel, tasks = normalize_rows, cut.resident_tasks
         arguments = (centered, *row_extents(geometry), *cut.arguments)
-        return _call(normalize_rows, cut.resident_tasks, geometry, dtype, *arguments)
-    merged = statistics_plan(geometry, dtype.itemsize)
-    if not stays_near(merged, threads):
-        return None
-    arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
-    kernel = _NORMALIZE[type(merged)]
-    return _call(kernel, merged.resident_tasks, geometry, dtype, *arguments)
+    else:
+        merged = statistics_plan(geometry, dtype.itemsize)
+        if not stays_near(merged, threads):
+            return call
+        kernel, tasks = _NORMALIZE[type(merged)], merged.resident_tasks
+        arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
+    return call._replace(kernel=kernel, tasks=tasks, numbers=numbers(*arguments))
 
 
 def _parameters(kernel, x, weight, bias, dtype, geometry: Geometry):
@@ -413,10 +423,10 @@ def _parameters(kernel, x, weight, bias, dtype, geometry: Geometry):
     return parameter(weight, dtype), parameter(bias, dtype)
 
 
-def _transform(x, statistics, weight, bias, geometry: Geometry, out):
+def _transform(call: _Call, x, statistics, weight, bias, geometry: Geometry, out):
     """Transform with statistics as `save` writes them."""
-    kernel, tasks, nbytes, last = _given(geometry, x.dtype)
-    weight, bias = _parameters(kernel, x, weight, bias, statistics.dtype, geometry)
+    _, dtype, nbytes, kernel, tasks, last = call
+    weight, bias = _parameters(kernel, x, weight, bias, dtype, geometry)
     run(
         kernel, tasks, nbytes, flat(x), flat(out), statistics, weight, bias,
         nbytes > STREAMING_BYTES, last,
@@ -428,11 +438,12 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 
     Each of mean, residual, inv_std, weight and bias may be None.
     """
-    statistics = np.empty((3, geometry.statistics), statistics_dtype(x.dtype))
+    call = _given(geometry, x.dtype)
+    statistics = np.empty(call.statistics, call.dtype)
     statistics[0] = 0.0 if mean is None else mean
     statistics[1] = 1.0 if inv_std is None else inv_std
     statistics[2] = 0.0 if residual is None else residual
-    _transform(x, statistics, weight, bias, geometry, out)
+    _transform(call, x, statistics, weight, bias, geometry, out)
 
 
 def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
@@ -441,14 +452,15 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     Returns mean, inv_std and residual (what rounding took from the mean) as the first rows of
     one array, in the accumulator type.
     """
-    dtype = statistics_dtype(x.dtype)
-    statistics = np.empty((3, geometry.statistics), dtype)
+    call = _given(geometry, x.dtype)
+    dtype = call.dtype
+    statistics = np.empty(call.statistics, dtype)
     if running_mean.dtype is not dtype or not running_mean.flags.carray:
         running_mean = flat(dense(running_mean))
     if running_var.dtype is not dtype or not running_var.flags.carray:
         running_var = flat(dense(running_var))
     _given_statistics(running_mean, running_var, eps, statistics)
-    _transform(x, statistics, weight, bias, geometry, out)
+    _transform(call, x, statistics, weight, bias, geometry, out)
     return statistics
 
 
@@ -463,8 +475,9 @@ def normalize(
     more. Returns mean, inv_std, residual (what rounding took from the mean) and variance as
     the first rows of one array, in the accumulator type.
     """
-    dtype = statistics_dtype(x.dtype)
-    statistics = np.empty((4, geometry.statistics), dtype)
+    call = _fused(geometry, x.dtype, centered, get_num_threads())
+    shape, dtype, nbytes, kernel, tasks, last = call
+    statistics = np.empty(shape, dtype)
     if weight_offset and weight is not None:
         weight = parameter(weight, dtype, weight_offset)
     # Running statistics of the accumulator type are blended where the batch's are saved.
@@ -473,8 +486,7 @@ def normalize(
         mean = running_mean
     if running_var is not None and running_var.dtype is dtype and running_var.flags.carray:
         var = running_var
-    fused = _fused(geometry, x.dtype, centered, get_num_threads())
-    if fused is None:
+    if kernel is None:
         if centered:
             partials = partial_moments(x, geometry)
         else:
@@ -486,9 +498,8 @@ def normalize(
                 numbers(*row_extents(geometry), *cut.arguments),
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
-        _transform(x, statistics, weight, bias, geometry, out)
+        _transform(_given(geometry, x.dtype), x, statistics, weight, bias, geometry, out)
     else:
-        kernel, tasks, nbytes, last = fused
         weight, bias = _parameters(kernel, x, weight, bias, dtype, geometry)
         run(
             kernel, tasks, nbytes, flat(x), flat(out), weight, bias, mean, var,

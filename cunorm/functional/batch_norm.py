@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,7 +192,7 @@ def batch_norm_forward(
         )  # fmt: skip
         return y, BatchNormSaved(rows[0], rows[1], rows[2], training, axis, x.shape, bias_dtype)
     with place:
-        operands = arrays.Operands(place.xp, x, (x,), out)
+        operands = arrays.Operands(place, x, (x,), out)
         (source,) = operands.inputs
         if geometry is None:
             given_mean, given_var = (None, None) if training else (running_mean, running_var)
@@ -250,8 +249,7 @@ def forward_arguments(
     It is known here whether there are running statistics, but no more of them. The geometry is
     that of a C-contiguous x, and None if x is empty.
     """
-    channel_axis = checks.integer("channel_axis", channel_axis)
-    axis, number, count = checks.channels("x", shape, dtype, channel_axis)
+    axis, number, count = checks.channels(shape, dtype, channel_axis)
     eps = checks.not_negative("eps", eps)
     correction = checks.not_negative("correction", correction)
     training = checks.flag("training", training)
@@ -472,7 +470,7 @@ def batch_norm_transform(
 
     dtype = checks.statistics_dtype(x.dtype)
     with place:
-        operands = arrays.Operands(place.xp, x, (x,), out)
+        operands = arrays.Operands(place, x, (x,), out)
         (source,) = operands.inputs
         if x.size > 0:
             place.backend.transform.transform(
@@ -590,7 +588,7 @@ def batch_norm_backward_transform(
     dtype = checks.statistics_dtype(x.dtype)
     with place:
         xp = place.xp
-        operands = arrays.Operands(xp, x, (x, dy), out)
+        operands = arrays.Operands(place, x, (x, dy), out)
         source, gradient = operands.inputs
         if x.size > 0:
             place.backend.backward.input_gradient(
@@ -669,12 +667,13 @@ def update_running_statistics(
 
 
 def _layout(x: Any, channel_axis: int) -> Layout:
-    axis, number, _ = channels_of(x, channel_axis)
-    return _channels_layout(axis, number)
+    checks.present("x", x)
+    return _channels_layout(x.shape, x.dtype, channel_axis)
 
 
-@lru_cache(maxsize=1024)
-def _channels_layout(axis: int, number: int) -> Layout:
+@checks.once
+def _channels_layout(shape: tuple[int, ...], dtype: np.dtype, channel_axis: Any) -> Layout:
+    axis, number, _ = checks.channels(shape, dtype, channel_axis)
     return Layout(
         statistics=(axis,),
         parameters=(axis,),
@@ -683,4 +682,4 @@ def _channels_layout(axis: int, number: int) -> Layout:
         meaning=checks.ONE_A_CHANNEL,
         leading=0,
         geometry=lambda shape, order: batch_norm_geometry(shape, order.index(axis)),
-    )
+    ).of(shape)

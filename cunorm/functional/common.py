@@ -30,6 +30,8 @@ class Layout(NamedTuple):
         How many axes of x have to be the slowest in memory.
     geometry : callable
         The `Geometry`, from a shape in memory order and that order.
+    plain : Geometry or None
+        That of a C-contiguous x; None if x is empty.
     """
 
     statistics: tuple[int, ...]
@@ -39,12 +41,19 @@ class Layout(NamedTuple):
     meaning: str
     leading: int
     geometry: Callable[[tuple[int, ...], tuple[int, ...]], Geometry]
+    plain: Geometry | None = None
+
+    def of(self, shape: tuple[int, ...]) -> Layout:
+        """The layout of an x of this shape, complete."""
+        if prod(shape) == 0:
+            return self
+        return self._replace(plain=self.geometry(shape, arrays.axes(len(shape))))
 
 
 def channels_of(x: Any, channel_axis: Any) -> tuple[int, int, int]:
     """(channel axis from the front, number of channels, elements a channel) of x."""
     checks.present("x", x)
-    return checks.channels("x", x.shape, x.dtype, checks.integer("channel_axis", channel_axis))
+    return checks.channels(x.shape, x.dtype, channel_axis)
 
 
 def running_scale(
@@ -81,6 +90,8 @@ def in_memory_order(array: Any, axes: tuple[int, ...], order: tuple[int, ...]) -
     """Values along some axes of x, in one dimension, as x has them in memory."""
     if array is None or array.ndim == 1:
         return array
+    if order is arrays.axes(len(order)):  # as a rule
+        return array.reshape(-1)
     return array.transpose(_turned(axes, order)).reshape(-1)
 
 
@@ -90,10 +101,10 @@ def _in_order_of_axes(
     """The inverse of `in_memory_order`: of this shape. Several rows of values stay several."""
     if values is None or len(shape) == 1:
         return values
+    if order is arrays.axes(len(order)):  # as a rule
+        return values.reshape(shape if values.ndim == 1 else (len(values), *shape))
     rows = values.shape[:-1]
     turned = _turned(axes, order)
-    if turned == arrays.axes(len(turned)):  # as a rule
-        return values.reshape((*rows, *shape))
     lying = values.reshape((*rows, *(shape[i] for i in turned)))
     places = sorted(range(len(turned)), key=turned.__getitem__)
     return lying.transpose(*range(len(rows)), *(len(rows) + place for place in places))
@@ -119,9 +130,8 @@ def normalize(
     Returns y and the statistics in the layout's shape, as rows of one array: mean, inv_std,
     residual and, unless x is empty, var. `options` are the verb's.
     """
-    operands = arrays.Operands(place.xp, x, (x,), out, layout.leading)
-    (source,), order = operands.inputs, operands.order
-    if x.size == 0:
+    (source,), target, order, geometry, finish = lay(place, x, (x,), out, layout)
+    if geometry is None:
         number = prod(layout.statistics_shape)
         dtype = checks.statistics_dtype(x.dtype)
         rows = statistics_of_nothing(place.xp, None, None, number, eps, dtype)
@@ -129,10 +139,28 @@ def normalize(
         rows = place.backend.transform.normalize(
             source, in_memory_order(weight, layout.parameters, order),
             in_memory_order(bias, layout.parameters, order), None, None, eps, 1.0, 0.0,
-            layout.geometry(source.shape, order), operands.out, **options,
+            geometry, target, **options,
         )  # fmt: skip
     rows = _in_order_of_axes(rows, layout.statistics_shape, layout.statistics, order)
-    return operands.finish(), rows
+    return finish(), rows
+
+
+def lay(
+    place: arrays.Place, x: Any, inputs: tuple[Any, ...], out: Any, layout: Layout
+) -> tuple[tuple[Any, ...], Any, tuple[int, ...], Geometry | None, Callable[[], Any]]:
+    """(inputs, output, order of axes, geometry, finish) for kernels; see `arrays.Operands`.
+
+    The geometry is None if x is empty. When the kernels are done, `finish` gives the output as the
+    caller asked for it.
+    """
+    geometry, model = layout.plain, x if out is None else out
+    if geometry is not None and arrays.all_plain(inputs, model):  # as a rule
+        target = place.memory.empty_like(x) if out is None else out
+        return inputs, target, arrays.axes(x.ndim), geometry, lambda: target
+    operands = arrays.Operands(place, x, inputs, out, layout.leading)
+    if geometry is not None:
+        geometry = layout.geometry(operands.out.shape, operands.order)
+    return operands.inputs, operands.out, operands.order, geometry, operands.finish
 
 
 _NAMES = ("dy", "x", "weight", "out", "saved.mean", "saved.inv_std", "saved.residual")
@@ -240,23 +268,23 @@ def gradients_of(
             if gradient is not None:
                 gradient.fill(0)
         if want_dx:
-            dx = arrays.Operands(xp, x, (x,), out).finish()
+            dx = arrays.Operands(place, x, (x,), out).finish()
     elif want_dx or want_dweight or want_dbias:
-        target = None
         uses_x = training or want_dweight or want_dbias
         if want_dx:
-            operands = arrays.Operands(xp, x, (x, dy) if uses_x else (dy,), out, layout.leading)
-            order, target = operands.order, operands.out
-            source, gradient = operands.inputs[0], operands.inputs[-1]
+            inputs, target, order, geometry, finish = lay(
+                place, x, (x, dy) if uses_x else (dy,), out, layout
+            )
         else:
-            order, (source, gradient) = arrays.dense((x, dy), layout.leading)
+            order, inputs = arrays.dense((x, dy), layout.leading)
+            target, geometry = None, layout.geometry(inputs[0].shape, order)
+        source, gradient = inputs[0], inputs[-1]
         dtype = checks.statistics_dtype(x.dtype)
         weight = in_memory_order(weight, axes, order)
         along = layout.statistics
         mean = as_dtype(in_memory_order(mean, along, order), dtype)
         residual = as_dtype(in_memory_order(residual, along, order), dtype)
         inv_std = as_dtype(in_memory_order(inv_std, along, order), dtype)
-        geometry = layout.geometry(source.shape, order)
         if uses_x:
             verbs.backward(
                 gradient, source, mean, residual, inv_std, weight, training, geometry,
@@ -267,7 +295,7 @@ def gradients_of(
                 gradient, None, None, inv_std, weight, None, geometry, target
             )
         if want_dx:
-            dx = operands.finish()
+            dx = finish()
     return (
         dx,
         _in_order_of_axes(dweight, shape, axes, order),
@@ -303,8 +331,8 @@ def double_backward(
     xp, axes, shape = place.xp, layout.parameters, layout.parameters_shape
     with place, np.errstate(all="ignore"):
         inputs = (x, dy) if gdx is None else (x, dy, gdx)
-        first = arrays.Operands(xp, x, inputs, None, layout.leading)
-        second = arrays.Operands(xp, x, (), None, layout.leading)
+        first = arrays.Operands(place, x, inputs, None, layout.leading)
+        second = arrays.Operands(place, x, (), None, layout.leading)
         order = first.order
         ddweight = xp.zeros(prod(shape), inv_std.dtype if weight is None else weight.dtype)
         if gdx is None and gdweight is None:  # dy adds to dbias, and to that alone
@@ -359,7 +387,10 @@ def split_mean(mean: Any, dtype: np.dtype, xp: Any) -> tuple[Any, Any]:
 
 def as_dtype(array: Any, dtype: np.dtype) -> Any:
     """The array in a dtype and contiguous; itself where it is so already."""
-    if array is None or (array.dtype == dtype and arrays.is_plain(array)):
+    if array is None:
+        return None
+    flags = array.flags  # is_plain, without a call
+    if array.dtype is dtype and flags.c_contiguous and getattr(flags, "aligned", True):
         return array
     with np.errstate(all="ignore"):
         return array.astype(dtype, order="C")

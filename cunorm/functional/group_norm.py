@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .. import arrays, checks
 from ..arrays import Array
 from ..geometry import group_norm_geometry
-from .common import Layout, backward, channels_of, normalize
+from .common import Layout, backward, normalize
 
 __all__ = ["GroupNormSaved", "group_norm_backward", "group_norm_forward"]
 
@@ -180,23 +181,26 @@ def group_norm_backward(
 
 def group_layout(x: Any, channel_axis: Any, num_groups: int | None) -> Layout:
     """Layout of a norm over groups of channels of every sample; None: over single channels."""
-    axis, channels, _ = channels_of(x, channel_axis)
-    checks.samples_first(axis, channel_axis, x.shape)
+    checks.present("x", x)
+    return _group_layout(x.shape, x.dtype, channel_axis, num_groups)
+
+
+@checks.once
+def _group_layout(
+    shape: tuple[int, ...], dtype: np.dtype, channel_axis: Any, num_groups: int | None
+) -> Layout:
+    axis, channels, _ = checks.channels(shape, dtype, channel_axis)
+    checks.samples_first(axis, channel_axis, shape)
     if num_groups is None:
         num_groups = channels
     else:
         checks.groups(num_groups, channels)
-    return _group_layout(x.shape[0], axis, channels, num_groups)
-
-
-@lru_cache(maxsize=1024)
-def _group_layout(samples: int, axis: int, channels: int, num_groups: int) -> Layout:
     return Layout(
         statistics=(0, axis),
         parameters=(axis,),
-        statistics_shape=(samples, num_groups),
+        statistics_shape=(shape[0], num_groups),
         parameters_shape=(channels,),
         meaning=checks.ONE_A_CHANNEL,
         leading=1,
         geometry=lambda shape, order: group_norm_geometry(shape, order.index(axis), num_groups),
-    )
+    ).of(shape)

@@ -174,7 +174,7 @@ def instance_norm_forward(
                     running_mean, running_var, center, rows[3], scale, factor
                 )
         else:
-            operands = arrays.Operands(place.xp, x, (x,), out)
+            operands = arrays.Operands(place, x, (x,), out)
             (source,) = operands.inputs
             if x.size == 0:
                 dtype = checks.statistics_dtype(x.dtype)

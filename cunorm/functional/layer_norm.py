@@ -254,4 +254,4 @@ def _row_layout(shape: tuple[int, ...], dtype: np.dtype, axis: int) -> Layout:
         meaning="that of the axes normalized over",
         leading=first,
         geometry=lambda shape, _: row_norm_geometry(shape, first),
-    )
+    ).of(shape)

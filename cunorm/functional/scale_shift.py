@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .. import arrays, checks
 from ..arrays import Array
 from ..geometry import scale_shift_geometry
-from .common import Layout, channels_of, gradients_of, in_memory_order
+from .common import Layout, gradients_of, in_memory_order, lay
 
 __all__ = ["scale_shift_backward", "scale_shift_forward"]
 
@@ -68,15 +70,14 @@ def scale_shift_forward(
         checks.output(out, x, ("x",), x=x, scale=scale, shift=shift)
 
     with place:
-        operands = arrays.Operands(place.xp, x, (x,), out, layout.leading)
-        (source,), order = operands.inputs, operands.order
-        if x.size > 0:
+        (source,), target, order, geometry, finish = lay(place, x, (x,), out, layout)
+        if geometry is not None:
             place.backend.transform.transform(
                 source, None, None, None, in_memory_order(scale, layout.parameters, order),
                 in_memory_order(shift, layout.parameters, order),
-                layout.geometry(source.shape, order), operands.out,
+                geometry, target,
             )  # fmt: skip
-        (y,) = place.export(operands.finish(), given=given)
+        (y,) = place.export(finish(), given=given)
         return y
 
 
@@ -140,21 +141,27 @@ def scale_shift_backward(
 
 
 def _layout(x: Any, scale: Any, channel_axis: Any) -> Layout:
-    axis, number, _ = channels_of(x, channel_axis)
+    checks.present("x", x)
     checks.present("scale", scale)
-    per_sample = scale.ndim == 2
-    shape: tuple[int, ...] = (number,)
-    meaning = checks.ONE_A_CHANNEL
+    layout = _layout_of(x.shape, x.dtype, channel_axis, scale.ndim == 2)
+    checks.parameter("scale", scale, layout.parameters_shape, layout.meaning, x.dtype)
+    return layout
+
+
+@checks.once
+def _layout_of(
+    shape: tuple[int, ...], dtype: np.dtype, channel_axis: Any, per_sample: bool
+) -> Layout:
+    axis, number, _ = checks.channels(shape, dtype, channel_axis)
     if per_sample:
-        checks.samples_first(axis, channel_axis, x.shape)
-        shape, meaning = (x.shape[0], number), f"{meaning} of every sample"
-    checks.parameter("scale", scale, shape, meaning, x.dtype)
+        checks.samples_first(axis, channel_axis, shape)
+    meaning = checks.ONE_A_CHANNEL
     return Layout(
         statistics=(),
         parameters=(0, axis) if per_sample else (axis,),
         statistics_shape=(),
-        parameters_shape=shape,
-        meaning=meaning,
+        parameters_shape=(shape[0], number) if per_sample else (number,),
+        meaning=f"{meaning} of every sample" if per_sample else meaning,
         leading=1 if per_sample else 0,
         geometry=lambda shape, order: scale_shift_geometry(shape, order.index(axis), per_sample),
-    )
+    ).of(shape)

@@ -246,7 +246,7 @@ def _forward(
     }
     with place:
         place.export(place.xp.empty(0, x.dtype))  # it can be done
-        operands = arrays.Operands(place.xp, x, (x,), None)
+        operands = arrays.Operands(place, x, (x,), None)
         (source,) = operands.inputs
         along = operands.order.index(axis)
         local = batch_norm_statistics(source, channel_axis=along, dtype=np.float64)
@@ -287,7 +287,7 @@ def _backward(
     checks.per_channel(len(mean), x.dtype, weight=weight)
     with place, np.errstate(all="ignore"):
         place.export(place.xp.empty(0, x.dtype))  # it can be done
-        operands = arrays.Operands(place.xp, x, (x, dy), None)
+        operands = arrays.Operands(place, x, (x, dy), None)
         source, gradient = operands.inputs
         along = operands.order.index(axis)
         sums = batch_norm_backward_reduce(gradient, source, mean, channel_axis=along)
