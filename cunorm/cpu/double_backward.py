@@ -855,13 +855,21 @@ def _reduce_rows(
         task = next_task(board, me)
 
 
+@kernel
+def _merge_pieces(sums):
+    """`sums[row, 0]` gets those of all pieces of a row."""
+    for row in range(sums.shape[0]):
+        for piece in range(1, sums.shape[1]):
+            _merge(sums[row, 0], sums[row, piece])
+
+
 @shared_kernel
 def _transform_rows(
     board, me, g, dy, x, ddy, ddx, mean, residual, inv_std, weight, gweight, gbias, sums, partials,
     streaming, /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of all rows; `partials[0, 0]` gets that of ddweight."""
-    of_row, of_block, total = np.empty(_ROW_SUMS), scratch(x, chunk_length), np.empty(chunk_length)
+    of_block, total = scratch(x, chunk_length), np.empty(chunk_length)
     task = last_task(board, me)
     while task >= 0:
         offset = task * chunk_length
@@ -870,12 +878,9 @@ def _transform_rows(
         for first in range(0, batch, block):
             of_block[:] = 0.0
             for row in range(first, min(batch, first + block)):
-                of_row[:] = 0.0
-                for piece in range(pieces):
-                    _merge(of_row, sums[row, piece])
                 start = row * length + offset
                 _row_outputs_of(
-                    g, dy, x, ddy, ddx, start, start + size, row, of_row, mean, residual,
+                    g, dy, x, ddy, ddx, start, start + size, row, sums[row, 0], mean, residual,
                     inv_std, weight, gweight, gbias, -row * length, of_block, -start, streaming,
                 )  # fmt: skip
             for i in range(size):
@@ -974,6 +979,7 @@ def _of_rows(arrays, mean, residual, inv_std, parameters, geometry: Geometry, dd
             _reduce_rows, cut.tasks, nbytes, *arrays[:3], mean, *parameters[:2], sums,
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
+        _merge_pieces(sums)
         run(
             _transform_rows, cut.pieces, nbytes, *arrays, *given, sums, partials, streaming,
             numbers(*extents, *cut.arguments),

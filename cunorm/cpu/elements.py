@@ -309,7 +309,7 @@ def streaming_range(array, start, end, streaming):
 
 
 @device_function
-def _place(p, half):
+def place(p, half):
     """Where element p lies in an array that is `dealt` in halves of this length."""
     return p // 2 + p % 2 * half
 
@@ -336,7 +336,7 @@ def _sweep(put, y, to_y, start, end, element, arguments, to_p, half):
     # Two to a word, which spares the vector code moving lanes about to narrow and widen them;
     # nor need it take apart the numbers of the first ones and of the second ones.
     def by_twos(put, y, to_y, start, end, element, arguments, to_p, half):
-        p, q = _place(start + to_p, half), _place(start + 1 + to_p, half)
+        p, q = place(start + to_p, half), place(start + 1 + to_p, half)
         pairs = (end - start) // 2
         for k in range(pairs):
             i = start + 2 * k
@@ -506,14 +506,12 @@ def dense(array: np.ndarray) -> np.ndarray:
     return array if flags.c_contiguous and flags.aligned else array.copy()
 
 
-def dealt(values: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Numbers of the elements' own as `sweep` takes those of an array `like` this.
+def are_dealt(array: np.ndarray) -> bool:
+    """Whether `sweep` takes numbers of the elements' own dealt: the even ones first.
 
-    For bfloat16 the even ones come first, and then the odd ones.
+    Those of bfloat16 are.
     """
-    if like.itemsize != 2 or like.dtype == _HALF:
-        return values
-    return np.concatenate((values[0::2], values[1::2]))
+    return array.itemsize == 2 and array.dtype != _HALF
 
 
 class _Writable:

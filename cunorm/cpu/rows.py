@@ -47,7 +47,7 @@ def row_extents(geometry: Geometry) -> tuple[int, int, int]:
     return batch, group // members, members * inner
 
 
-def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0):
+def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0, dealt=False):
     """A parameter as `parameter` gives it, with one value for each element of a sample.
 
     A missing one has the value `absent` everywhere: a version of every loop without it would
@@ -56,8 +56,7 @@ def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0):
     if array is None:
         size = geometry.group * geometry.inner
         return np.full(size, absent, dtype) if absent else np.zeros(size, dtype)  # is quicker
-    values = parameter(array, dtype, offset)
-    return values.repeat(geometry.inner) if geometry.inner > 1 else values
+    return parameter(array, dtype, offset, geometry.inner, dealt)
 
 
 # Rows that a forward pass takes at a time: so much memory of them, but no more than so many.
@@ -426,13 +425,17 @@ def gradient_rows(
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
     statistics = (mean, residual, inv_std)
+    total, products = 0.0, 0.0
+    known = -1  # whose pieces are added up: often several of a row follow each other
     task = last_task(board, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
-        total, products = 0.0, 0.0
-        for other in range(pieces):
-            total += sums[row, other, 0]
-            products += sums[row, other, 1]
+        if row != known:
+            total, products = 0.0, 0.0
+            for other in range(pieces):
+                total += sums[row, other, 0]
+                products += sums[row, other, 1]
+            known = row
         start = row * length + piece * chunk_length
         _gradient(
             dy, x, dx, start, min(start + chunk_length, (row + 1) * length), row, row % number,
@@ -449,6 +452,10 @@ def _add_up_some(partials, k, inner, result, first, number, totals):
         values = partials[block, k, first * inner :]
         for i in range(size):
             store(totals, i, load_scratch(totals, i) + np.float64(load(values, i)))
+    if inner == 1:  # vectorized
+        for i in range(number):
+            store(result, first + i, as_accumulator(result, load_scratch(totals, i)))
+        return
     for i in range(number):
         total = 0.0
         for j in range(i * inner, (i + 1) * inner):

@@ -32,6 +32,7 @@ from .elements import (
     kernel,
     load,
     load_scratch,
+    place,
     scratch,
     store,
     strict_function,
@@ -57,15 +58,43 @@ _READ_ON_BYTES = 16 << 20
 NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
 
 
-def parameter(array, dtype, offset=0.0):
-    """A parameter of any floating dtype and strides plus an offset, or None, for kernels."""
+def parameter(array, dtype, offset=0.0, times=1, dealt=False):
+    """A parameter of any floating dtype and strides plus an offset, or None, for kernels.
+
+    It has every value so many `times`, one after another, and may be `dealt` in halves.
+    """
     if array is None:
         return NONE[dtype]
-    if not offset and array.dtype is dtype and array.flags.carray:  # as a rule
-        return array
-    with np.errstate(all="ignore"):
-        values = dense(np.ascontiguousarray(array, dtype))
-        return values + dtype.type(offset) if offset else flat(values)
+    if array.dtype is dtype and array.flags.carray and not (offset or dealt):  # as a rule
+        return array if times == 1 else array.repeat(times)
+    values = np.empty(array.size * times, dtype)
+    half = (values.size + 1) // 2 if dealt else 0
+    _lay_out(flat(dense(array)), float(offset), times, half, values)
+    return values
+
+
+@strict_function
+def _value(values, i, offset, result):
+    value = as_accumulator(result, np.float64(load(values, i)))
+    return value + as_accumulator(result, offset) if offset != 0.0 else value
+
+
+@kernel
+def _lay_out(values, offset, times, half, result):
+    if times > 1:
+        for i in range(values.size):
+            value = _value(values, i, offset, result)
+            for p in range(i * times, (i + 1) * times):
+                store(result, place(p, half) if half else p, value)
+    elif half:  # vectorized, as the next
+        for k in range(values.size // 2):
+            store(result, k, _value(values, 2 * k, offset, result))
+            store(result, half + k, _value(values, 2 * k + 1, offset, result))
+        if values.size % 2 == 1:
+            store(result, half - 1, _value(values, values.size - 1, offset, result))
+    else:
+        for i in range(values.size):
+            store(result, i, _value(values, i, offset, result))
 
 
 def optional(array, dtype):

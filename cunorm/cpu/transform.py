@@ -17,8 +17,8 @@ from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
     LINE_ELEMENTS,
+    are_dealt,
     as_accumulator,
-    dealt,
     dense,
     device_function,
     flat,
@@ -417,9 +417,11 @@ def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int) ->
 def _parameters(kernel, x, weight, bias, dtype, geometry: Geometry):
     """Weight and bias as a kernel takes them."""
     if kernel is transform_rows or kernel is normalize_rows:
-        weight = row_parameter(weight, dtype, geometry, 1.0)
-        bias = row_parameter(bias, dtype, geometry, 0.0)
-        return dealt(weight, x), dealt(bias, x)
+        dealt = are_dealt(x)
+        return (
+            row_parameter(weight, dtype, geometry, 1.0, 0.0, dealt),
+            row_parameter(bias, dtype, geometry, 0.0, 0.0, dealt),
+        )
     return parameter(weight, dtype), parameter(bias, dtype)
 
 
