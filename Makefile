@@ -36,7 +36,7 @@ test-package: wheel
 
 RUNNER = hypothesis pytest pytest-timeout pytest-xdist
 PACKAGE_TESTS = $(addprefix tests/test_,kernel_cache.py package.py)
-CPU_TESTS = $(addprefix tests/test_,batch_norm.py concurrency.py conv_batch_norm.py double_backward.py \
+CPU_TESTS = $(addprefix tests/test_,batch_norm.py concurrency.py conv_batch_norm.py double_backward.py elements.py \
 	errors.py fold_batch_norm.py gradients.py group_norm.py kept_memory.py layer_norm.py layers.py \
 	memory.py numerics.py plan.py properties.py running_statistics.py scale_shift.py soak.py streaming.py)
 

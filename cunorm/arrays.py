@@ -100,11 +100,10 @@ class Place:
 
     As a context it makes a GPU the current one for as long as the call lasts. `read_only` names
     arguments that must not be written, which CuPy's arrays, unlike NumPy's, do not say themselves.
-    `plain` says that the arrays are NumPy's, and the results too; `memory` is where `empty` and
-    `empty_like` are.
+    `memory` is where `empty` and `empty_like` are.
     """
 
-    __slots__ = ("_device", "_export", "backend", "memory", "plain", "read_only", "xp")
+    __slots__ = ("_device", "_export", "backend", "memory", "read_only", "xp")
 
     def __init__(
         self,
@@ -118,7 +117,6 @@ class Place:
         self.memory = cpu_memory if xp is np else xp
         self.backend = backend
         self.read_only = read_only
-        self.plain = xp is np and export is None
         self._export = export
         self._device = device
 

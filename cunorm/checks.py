@@ -26,6 +26,8 @@ _FLOAT64: np.dtype = np.dtype(np.float64)
 
 _BOOLEANS = frozenset((bool, np.bool_))
 
+_ndarray = np.ndarray  # found sooner
+
 Result = TypeVar("Result")
 
 #: What the shape of a parameter or statistic means, in messages.
@@ -175,34 +177,46 @@ def per_channel(
         parameter(name, array, shape, ONE_A_CHANNEL, dtype)
 
 
-def are_plain(
+def are_usual(
     x: np.ndarray,
     number: int,
     weight: Any,
     bias: Any,
     running_mean: Any,
     running_var: Any,
+    out: Any,
     *,
     written: bool,
 ) -> bool:
-    """Whether `per_channel` has nothing to say of NumPy arrays, nor `running_statistics`.
+    """Whether the arguments of a forward call are what they are as a rule, and right.
 
-    That is sure, as a rule, of a C-contiguous x, float32 and float64 vectors and, if they are
-    `written`, running statistics in memory of their own.
+    All are NumPy arrays then, x and `out` C-contiguous, the others float32 and float64 vectors,
+    and what is `written` has memory of its own. `parameter`, `running_statistics` and `output`
+    have nothing to say of these; they have the last word about all others.
     """
-    flags = x.flags
-    if not (flags.c_contiguous and flags.aligned):
+    if not x.flags.carray:
         return False
     shape = (number,)
     for array in (weight, bias, running_mean, running_var):
         if array is None:
             continue
+        if type(array) is not _ndarray:
+            return False
         dtype = array.dtype
         if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
             return False
-    if not written or running_mean is running_var is None:
-        return True
-    return _has_own_memory(running_mean, running_var, (x, weight, bias))
+    if (
+        written
+        and (running_mean is not None or running_var is not None)
+        and not _has_own_memory(running_mean, running_var, (x, weight, bias))
+    ):
+        return False
+    return out is None or (
+        type(out) is _ndarray
+        and out.shape == x.shape
+        and out.dtype is x.dtype
+        and _has_own_memory(out, None, (x, weight, bias, running_mean, running_var))
+    )
 
 
 def parameter(

@@ -202,6 +202,23 @@ def test_families(geometry, forward, backward):
     assert isinstance(plan.plan(geometry, 4, 2), backward)
 
 
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "family"),
+    [
+        ((64, 256, 8, 8), 4, plan.Segments),
+        ((64, 256, 8, 8), 2, plan.Segments),
+        ((64, 256, 10, 10), 4, plan.Segments),
+        ((64, 256, 10, 10), 2, plan.Columns),  # no whole steps
+        ((64, 256, 7, 7), 4, plan.Columns),
+        ((64, 256, 32), 2, plan.Columns),
+    ],
+)
+def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
+    geometry = batch_norm_geometry(shape, 1)
+    assert isinstance(plan.plan(geometry, itemsize, 0), plan.Columns)
+    assert isinstance(plan.transform_plan(geometry, itemsize), family)
+
+
 def test_geometry():
     assert batch_norm_geometry((8, 3, 5, 7), 1) == (1, 8, 3, 35, 1, 3)
     assert batch_norm_geometry((8, 5, 7, 3), 3) == (1, 280, 3, 1, 1, 3)

@@ -9,12 +9,13 @@ from cunorm.cpu import backward, transform
 
 pytestmark = pytest.mark.cpu
 
-#: Runs of all lengths about a stage's (512 float32), whole cache lines and not; few and many
-#: channels; channels last, with rows that follow each other in whole cache lines and not; groups.
+#: Runs of all lengths about a stage's (512 float32), whole cache lines and not, and from a step's
+#: (64 float16) to two; few and many channels; channels last, with rows that follow each other in
+#: whole cache lines and not; groups.
 SHAPES = [
-    ((3, 40, 49), 1), ((20, 33, 7, 7), 1), ((6, 37, 196), 1), ((5, 35, 511), 1), ((4, 34, 512), 1),
-    ((4, 33, 513), 1), ((2, 3, 5000), 1), ((1, 70, 33), 1), ((40, 9, 30), 2), ((300, 24), 1),
-    ((700, 32), 1), ((70, 9, 64), 2), ((1001, 20), 1),
+    ((3, 40, 49), 1), ((3, 34, 64), 1), ((2, 33, 101), 1), ((20, 33, 7, 7), 1), ((6, 37, 196), 1),
+    ((5, 35, 511), 1), ((4, 34, 512), 1), ((4, 33, 513), 1), ((2, 3, 5000), 1), ((1, 70, 33), 1),
+    ((40, 9, 30), 2), ((300, 24), 1), ((700, 32), 1), ((70, 9, 64), 2), ((1001, 20), 1),
 ]  # fmt: skip
 
 

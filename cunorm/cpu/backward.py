@@ -45,6 +45,7 @@ from .pieces import (
     columns_chunks,
     columns_part,
     columns_piece,
+    divide,
     runs_row,
     segments_chunk,
     segments_chunks,
@@ -102,7 +103,7 @@ def _scale(x, statistic, parameter, inv_std, weight):
 @strict_function
 def _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
     """Write a channel's sums, the second one about the mean before rounding."""
-    total_dy_xmu -= residual_times(residual, channel // members, total_dy)
+    total_dy_xmu -= residual_times(residual, divide(channel, members)[0], total_dy)
     store(sum_dy, channel, as_accumulator(sum_dy, total_dy))
     store(sum_dy_xmu, channel, as_accumulator(sum_dy, total_dy_xmu))
 
@@ -128,11 +129,12 @@ def _look_up(
 ):  # fmt: skip
     """Where the channels [first, last) begin, their means, and the factors of dy in dx."""
     for i in range(last - first):
-        statistic = (first + i) // members
+        statistic = divide(first + i, members)[0]
         starts[i] = segments_start(first + i, outer, group, inner)
         store(means, i, load(mean, statistic))
         if inv_std.size:
-            store(scales, i, _scale(x, statistic, (first + i) % parameters, inv_std, weight))
+            parameter = divide(first + i, parameters)[1]
+            store(scales, i, _scale(x, statistic, parameter, inv_std, weight))
 
 
 @device_function
@@ -208,7 +210,7 @@ def _gradient(i, _, dy, x, mean, scale, slope, offset):
 def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged):
     """Dx of the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (dy, x, mean, scale, slope, offset)
-    return write_on(dx, start, end, streaming, _gradient, numbers, 0, 0, stage, staged)
+    return write_on(dx, start, end, streaming, _gradient, numbers, stage, staged)
 
 
 @shared_kernel
@@ -226,7 +228,7 @@ def _gradient_segments(
             run, row_end, channel, parameter = runs_row(start, outer, group, inner, parameters)
             stop = row_end - (group - run - 1) * inner
             while start < min(end, row_end):
-                statistic = channel + run if members == 1 else (channel + run) // members
+                statistic = divide(channel + run, members)[0]
                 first = parameter + run - (channel + run - statistic * members)
                 slope, offset = _share(
                     x, statistic, members, first, residual, inv_std, weight, sum_dy, sum_dy_xmu,
@@ -276,9 +278,10 @@ def _backward_segments(
             channel = first + i
             _write_sums(channel, members, residual, sums[i, 0], sums[i, 1], sum_dy, sum_dy_xmu)
         for statistic in range(first // members, last // members):
+            parameter = divide(statistic * members, parameters)[1]
             slope, offset = _share(
-                x, statistic, members, statistic * members % parameters, residual, inv_std,
-                weight, sum_dy, sum_dy_xmu, count,
+                x, statistic, members, parameter, residual, inv_std, weight, sum_dy, sum_dy_xmu,
+                count,
             )  # fmt: skip
             for i in range(statistic * members - first, (statistic + 1) * members - first):
                 store(slopes, i, slope)
@@ -612,7 +615,7 @@ def _add_up_samples(sum_dy, sum_dy_xmu, inv_std, members, parameters, dweight, d
     if dweight.size:
         for first in range(0, sum_dy.size, parameters):
             for i in range(parameters):
-                r = np.float64(load(inv_std, (first + i) // members))
+                r = np.float64(load(inv_std, divide(first + i, members)[0]))
                 term = r * np.float64(load(sum_dy_xmu, first + i))
                 store(totals, i, load_scratch(totals, i) + term)
         _store_totals(totals, dweight)

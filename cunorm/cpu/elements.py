@@ -460,19 +460,49 @@ def flush(array, start, end, stage):
         _move(array, i, stage, i - start)
 
 
+def write_run(y, start, end, streaming, element, arguments):
+    """`write` of a run, which may be short, of elements without numbers of their own."""
+    raise TypeError("for kernels only")
+
+
+@overload(write_run, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+def _write_run(y, start, end, streaming, element, arguments):
+    if y.dtype != _FLOAT16:
+
+        def as_it_is(y, start, end, streaming, element, arguments):
+            write(y, 0, start, end, streaming, element, arguments, 0, 0)
+
+        return as_it_is
+
+    # A step of `sweep` is up to 128 of these, and what is left goes by sixteens, which takes twice
+    # as long for 64 of them.
+    def sixty_four_first(y, start, end, streaming, element, arguments):
+        if streaming:
+            write(y, 0, start, end, streaming, element, arguments, 0, 0)
+            return
+        first = start + 64 if 64 <= end - start < 128 else start
+        if first > start:
+            for i in range(start, start + 64):
+                store(y, i, element(i, i, *arguments))
+        for i in range(first, end):
+            store(y, i, element(i, i, *arguments))
+
+    return sixty_four_first
+
+
 @device_function
-def write_on(y, start, end, streaming, element, arguments, to_p, half, stage, staged):
-    """`write`, by way of a stage if there is one, which begins with the element `staged`.
+def write_on(y, start, end, streaming, element, arguments, stage, staged):
+    """`write_run`, by way of a stage if there is one, which begins with the element `staged`.
 
     The new `staged` is returned.
     """
     if stage.size == 0:
-        write(y, 0, start, end, streaming, element, arguments, to_p, half)
+        write_run(y, start, end, streaming, element, arguments)
         return end
     while start < end:
         full = staged + stage.size
         stop = min(end, full)
-        sweep(store, stage, -staged, start, stop, element, arguments, to_p, half)
+        sweep(store, stage, -staged, start, stop, element, arguments, 0, 0)
         if stop == full:
             flush(y, staged, full, stage)
             staged = full
@@ -490,14 +520,31 @@ def follow(array, staged, end, start, stage):
 
 
 def scratch(x, shape):
-    """A working array of the accumulator type of ``x``."""
+    """A working array of the accumulator type of ``x``; its rows begin with a cache line.
+
+    Vectors that lie in two lines take twice as long to load. Rows may be longer than asked for.
+    """
     raise TypeError("for kernels only")
 
 
 @overload(scratch)
 def _scratch(x, shape):
     dtype = np.float64 if x.dtype == types.float64 else np.float32
-    return lambda x, shape: np.empty(shape, dtype)  # noqa: ARG005
+    line = 64 // np.dtype(dtype).itemsize
+
+    def one(x, shape):
+        room = np.empty(shape + line, dtype)
+        first = _line_rest(room, 0)
+        return room[first : first + shape]
+
+    def several(x, shape):
+        rows, length = shape
+        length = (length + line - 1) // line * line
+        room = np.empty(rows * length + line, dtype)
+        first = _line_rest(room, 0)
+        return room[first : first + rows * length].reshape(rows, length)
+
+    return one if isinstance(shape, types.Integer) else several
 
 
 def dense(array: np.ndarray) -> np.ndarray:
@@ -530,8 +577,7 @@ def flat(array: np.ndarray) -> np.ndarray:
     A read-only array becomes one that looks writable, because Numba would
     compile every kernel anew for it. Kernels write to outputs alone.
     """
-    if array.ndim != 1:
-        array = array.ravel()
+    array = array.ravel()
     if array.itemsize == 2:
         array = array.view(_UINT16 if array.dtype == _HALF else _INT16)
     return array if array.flags.writeable else np.asarray(_Writable(array))

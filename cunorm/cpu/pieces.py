@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from .elements import device_function, store
 
+@device_function
+def divide(a, b):
+    """(quotient, remainder) of a number that is not negative by a positive one.
+
+    A division takes as long as ten multiplications, and is spared where it can be.
+    """
+    if b == 1:
+        return a, 0
+    if a < b:
+        return 0, a
+    return a // b, a % b
+
+
 # --- segments: a channel is `outer` runs of `inner` elements ------------------
 
 
@@ -25,7 +38,8 @@ def segments_chunks(outer, inner, chunk_rows, chunk_length):
 @device_function
 def segments_start(channel, outer, group, inner):
     """Where a channel begins."""
-    return (channel // group * outer * group + channel % group) * inner
+    entry, g = divide(channel, group)
+    return (entry * outer * group + g) * inner
 
 
 @device_function

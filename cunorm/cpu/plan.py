@@ -49,6 +49,10 @@ _SHORT_ONLY_RUN = 12  # of a channel: there are no rows to spread anything over
 _SHORT_RUN_BYTES, _SOME_ROWS = 128, 4
 _MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
 
+# A sweep that sums nothing has no use for positions of their own where runs are as long as this,
+# or, of 16-bit elements, a multiple of it, which their vector loops take in whole steps.
+_TRANSFORMED_RUN = 64
+
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
 # begin and end within them; a backward pass keeps gradients for every element of a row near.
@@ -350,6 +354,15 @@ def _plan(
     if short:
         return _columns(geometry.merged(), itemsize, operands)
     return _segments(geometry, itemsize, operands, threads)
+
+
+def transform_plan(geometry: Geometry, itemsize: int) -> Segments | Columns | Rows:
+    """Plan for one sweep that sums nothing."""
+    cut, inner = plan(geometry, itemsize, 0), geometry.inner
+    whole = inner >= _TRANSFORMED_RUN and (itemsize > 2 or inner % _TRANSFORMED_RUN == 0)
+    if isinstance(cut, Columns) and whole:
+        return _segments(geometry, itemsize, 0, get_num_threads())
+    return cut
 
 
 def statistics_plan(geometry: Geometry, itemsize: int) -> Segments | Columns:

@@ -10,6 +10,8 @@ What a row becomes depends on the row alone, to the bit, and not on the rows aro
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from ..geometry import Geometry
@@ -25,7 +27,7 @@ from .elements import (
     write,
 )
 from .pool import run
-from .statistics import chunk_moments, first_sum, parameter, residual_times, save
+from .statistics import chunk_moments, first_sum, parameter, residual_times, save, take_given
 from .tasks import last_task, next_task, shared_kernel
 
 __all__ = [
@@ -185,10 +187,10 @@ def squares_rows(
         task = next_task(board, me)
 
 
-@shared_kernel
+@partial(shared_kernel, first=take_given)
 def transform_rows(
-    board, me, x, y, statistics, weight, bias, streaming, /,
-    batch, number, length, chunk_length, pieces, block, blocks,
+    board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, streaming,
+    /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
     of_rows = (statistics[0], statistics[2], statistics[1])

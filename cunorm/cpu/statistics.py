@@ -436,6 +436,20 @@ def merge_parts(partials, statistic):
 
 
 @strict_function
+def take_given(given_mean, given_var, eps, statistics):
+    """Statistics from a running mean and variance, if there are any."""
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
+    for i in range(given_mean.size):
+        center = np.float64(load(given_mean, i))
+        rounded = as_accumulator(mean, center)
+        low = center - np.float64(rounded)
+        deviation = math.sqrt(np.float64(load(given_var, i)) + eps)
+        store(mean, i, rounded)
+        store(inv_std, i, as_accumulator(mean, 1.0 / deviation))
+        store(residual, i, as_accumulator(mean, low if math.isfinite(low) else 0.0))
+
+
+@strict_function
 def save(statistics, statistic, count, center, m2, eps):
     """Write a statistic's mean, inv_std, residual (what rounding took from the mean) and var."""
     mean, inv_std, residual, variance = statistics[0], statistics[1], statistics[2], statistics[3]

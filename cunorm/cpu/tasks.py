@@ -7,6 +7,7 @@ a microsecond where waking a sleeping thread takes 50.
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 from functools import lru_cache
@@ -219,7 +220,7 @@ def _call(board, threads, tasks, function, arguments):
 @device_function
 def _share(board, threads, tasks, function, arguments):
     """Do a call, on the first board that is free or else alone; whether it failed."""
-    while threads > 1 and board != 0:
+    while board != 0:
         if _exchange(board + _TAKEN, 0, 1):
             failed = _call(board, threads, tasks, function, arguments)
             _tell(board + _TAKEN, 0)
@@ -325,12 +326,13 @@ def numbers(*values: int) -> Any:
     return np.array(values, np.int64)
 
 
-def shared_kernel(function: Any) -> Any:
+def shared_kernel(function: Any, first: Any = None) -> Any:
     """A kernel whose tasks threads share: ``function(board, me, ..., /, ...)`` takes them.
 
     Python calls it with ``(board, -threads, tasks, ...)``, where the board is the address of the
-    first of `boards`, or 0 for one thread. The parameters after the ``/`` are the numbers of a
-    plan, which it is given as one array, since that is faster to hand over.
+    first of `boards`; for one thread it may be 0. The parameters after the ``/`` are the numbers
+    of a plan, which it is given as one array, since that is faster to hand over. Before the tasks
+    the caller does what is to be done `first`: a device function of some of the other parameters.
     """
     code = function.__code__
     names = code.co_varnames[2 : code.co_argcount]
@@ -339,12 +341,23 @@ def shared_kernel(function: Any) -> Any:
     outer = (*names[:given], *["numbers"][: len(names) - given])
     body = njit(inline="always")(function)
     scope = {"__name__": __name__, "body": body, "share": _share, "again": _again}
+    scope |= {"own_board": _own_board, "deal": _deal}
+    prepare = "pass"
+    if first is not None:
+        scope["first"] = first
+        prepare = f"first({', '.join(inspect.signature(first.py_func).parameters)})"
     exec(  # a function of *arguments takes longer to call
         f"def {function.__name__}(board, me, tasks, {', '.join(outer)}):\n"
-        "    if me >= 0:\n"
-        f"        body(board, me, {', '.join(inner)})\n"
-        "    elif share(board, -me, tasks, *again()):\n"  # only an allocation can fail
-        "        raise MemoryError('no memory for the working arrays of a kernel')\n",
+        "    if me < 0:\n"
+        f"        {prepare}\n"
+        "    if me < -1:\n"
+        "        if share(board, -me, tasks, *again()):\n"  # only an allocation can fail
+        "            raise MemoryError('no memory for the working arrays of a kernel')\n"
+        "        return\n"
+        "    if me < 0:\n"
+        "        board, me = own_board(), 0\n"
+        "        deal(board, 1, tasks)\n"
+        f"    body(board, me, {', '.join(inner)})\n",
         scope,
     )
     return kernel(scope[function.__name__], function)

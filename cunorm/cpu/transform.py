@@ -7,8 +7,7 @@ once for the statistics and once more, from its end, for the transform.
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,8 +36,17 @@ from .elements import (
     write_rows,
 )
 from .memory import last_level_cache
-from .pieces import columns_part, columns_piece, runs_row, segments_start, spread
-from .plan import Columns, Rows, Segments, plan, statistics_plan, stays_near, stretches
+from .pieces import columns_part, columns_piece, divide, runs_row, segments_start
+from .plan import (
+    Columns,
+    Rows,
+    Segments,
+    plan,
+    statistics_plan,
+    stays_near,
+    stretches,
+    transform_plan,
+)
 from .pool import run
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
@@ -53,6 +61,7 @@ from .statistics import (
     residual_times,
     save,
     segments_moments,
+    take_given,
     update_running,
 )
 from .tasks import last_task, next_task, numbers, shared_kernel
@@ -91,13 +100,13 @@ def _transformed(i, _, x, mean, scale, shift):
 def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged):
     """Transform the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (x, mean, scale, shift)
-    return write_on(y, start, end, streaming, _transformed, numbers, 0, 0, stage, staged)
+    return write_on(y, start, end, streaming, _transformed, numbers, stage, staged)
 
 
-@shared_kernel
+@partial(shared_kernel, first=take_given)
 def _transform_segments(
-    board, me, x, y, statistics, weight, bias, streaming, /,
-    batch, outer, group, inner, members, parameters, stretch,
+    board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, streaming,
+    /, batch, outer, group, inner, members, parameters, stretch,
 ):  # fmt: skip
     """A task is a stretch of memory; the last one goes first, being nearest."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
@@ -110,7 +119,7 @@ def _transform_segments(
             run, row_end, channel, parameter = runs_row(start, outer, group, inner, parameters)
             stop = row_end - (group - run - 1) * inner
             while start < min(end, row_end):
-                statistic = channel + run if members == 1 else (channel + run) // members
+                statistic = divide(channel + run, members)[0]
                 scale, shift = _coefficients(
                     x, statistic, parameter + run, residual, inv_std, weight, bias
                 )
@@ -156,7 +165,7 @@ def _normalize_segments(
             i = statistic - first
             save(statistics, statistic, moments[i, 0], moments[i, 1], moments[i, 2], eps)
             blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
-            parameter = statistic * members % parameters
+            parameter = divide(statistic * members, parameters)[1]
             for member in range(members):
                 scale, shift = _coefficients(
                     x, statistic, parameter + member, residual, inv_std, weight, bias
@@ -242,17 +251,21 @@ def _spread(
         return
     for channel in range(channels):
         s = statistic + channel
-        spread(load_scratch(mean, s), channel, channels, fold, inner, block_mean)
+        center = load_scratch(mean, s)
         for member in range(channel * members, (channel + 1) * members):
             scale, shift = _coefficients(x, s, first + member, residual, inv_std, weight, bias)
-            spread(scale, member, channels * members, fold, length, block_scale)
-            spread(shift, member, channels * members, fold, length, block_shift)
+            for copy in range(fold):  # as in `spread`
+                start = copy * channels * inner + member * length
+                for p in range(start, start + length):
+                    store(block_mean, p, center)
+                    store(block_scale, p, scale)
+                    store(block_shift, p, shift)
 
 
-@shared_kernel
+@partial(shared_kernel, first=take_given)
 def _transform_columns(
-    board, me, x, y, statistics, weight, bias, streaming, /, members, parameters,
-    batch, outer, group, inner,
+    board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, streaming,
+    /, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
     """A task is one part of one block; the last part goes first, being nearest."""
@@ -342,16 +355,8 @@ def _finish_normalization(partials, running_mean, running_var, eps, bessel, fact
 
 
 @kernel
-def _given_statistics(running_mean, running_var, eps, statistics):
-    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
-    for i in range(mean.size):
-        center = np.float64(load(running_mean, i))
-        rounded = as_accumulator(mean, center)
-        low = center - np.float64(rounded)
-        deviation = math.sqrt(np.float64(load(running_var, i)) + eps)
-        store(mean, i, rounded)
-        store(inv_std, i, as_accumulator(mean, 1.0 / deviation))
-        store(residual, i, as_accumulator(mean, low if math.isfinite(low) else 0.0))
+def _given_statistics(given_mean, given_var, eps, statistics):
+    take_given(given_mean, given_var, eps, statistics)
 
 
 # --- the verbs ----------------------------------------------------------------
@@ -379,7 +384,7 @@ def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
 @lru_cache(maxsize=1024)
 def _given(geometry: Geometry, dtype: np.dtype) -> _Call:
     """To transform x of this dtype with given statistics."""
-    cut = plan(geometry, dtype.itemsize, 0)
+    cut = transform_plan(geometry, dtype.itemsize)
     if isinstance(cut, Rows):
         kernel, tasks = transform_rows, cut.tasks
         arguments = (*row_extents(geometry), *cut.arguments)
@@ -425,13 +430,15 @@ def _parameters(kernel, x, weight, bias, dtype, geometry: Geometry):
     return parameter(weight, dtype), parameter(bias, dtype)
 
 
-def _transform(call: _Call, x, statistics, weight, bias, geometry: Geometry, out):
-    """Transform with statistics as `save` writes them."""
+def _transform(
+    call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out
+):
+    """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
     _, dtype, nbytes, kernel, tasks, last = call
     weight, bias = _parameters(kernel, x, weight, bias, dtype, geometry)
     run(
-        kernel, tasks, nbytes, flat(x), flat(out), statistics, weight, bias,
-        nbytes > STREAMING_BYTES, last,
+        kernel, tasks, nbytes, flat(x), flat(out), given_mean, given_var, eps, statistics, weight,
+        bias, nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
 
@@ -441,11 +448,14 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
     Each of mean, residual, inv_std, weight and bias may be None.
     """
     call = _given(geometry, x.dtype)
-    statistics = np.empty(call.statistics, call.dtype)
-    statistics[0] = 0.0 if mean is None else mean
+    statistics = np.zeros(call.statistics, call.dtype)
     statistics[1] = 1.0 if inv_std is None else inv_std
-    statistics[2] = 0.0 if residual is None else residual
-    _transform(call, x, statistics, weight, bias, geometry, out)
+    if mean is not None:
+        statistics[0] = mean
+    if residual is not None:
+        statistics[2] = residual
+    none = NONE[call.dtype]
+    _transform(call, x, none, none, 0.0, statistics, weight, bias, geometry, out)
 
 
 def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, out):
@@ -457,12 +467,12 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     call = _given(geometry, x.dtype)
     dtype = call.dtype
     statistics = np.empty(call.statistics, dtype)
-    if running_mean.dtype is not dtype or not running_mean.flags.carray:
-        running_mean = flat(dense(running_mean))
-    if running_var.dtype is not dtype or not running_var.flags.carray:
-        running_var = flat(dense(running_var))
-    _given_statistics(running_mean, running_var, eps, statistics)
-    _transform(call, x, statistics, weight, bias, geometry, out)
+    mean, var = running_mean, running_var
+    if not (mean.dtype is var.dtype is dtype and mean.flags.carray and var.flags.carray):
+        # By a kernel of its own: large ones need not be compiled for more than one type of these.
+        _given_statistics(flat(dense(mean)), flat(dense(var)), eps, statistics)
+        mean = var = NONE[dtype]
+    _transform(call, x, mean, var, eps, statistics, weight, bias, geometry, out)
     return statistics
 
 
@@ -500,7 +510,8 @@ def normalize(
                 numbers(*row_extents(geometry), *cut.arguments),
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
-        _transform(_given(geometry, x.dtype), x, statistics, weight, bias, geometry, out)
+        call = _given(geometry, x.dtype)
+        _transform(call, x, none, none, eps, statistics, weight, bias, geometry, out)
     else:
         weight, bias = _parameters(kernel, x, weight, bias, dtype, geometry)
         run(

@@ -1,0 +1,41 @@
+"""What kernels are made of."""
+
+import numpy as np
+import pytest
+from numba import njit
+
+from cunorm.cpu import elements, pieces
+
+pytestmark = pytest.mark.cpu
+
+
+@njit
+def _lines_of(x, shape, places):
+    working = elements.scratch(x, shape)
+    for row in range(len(places)):
+        places[row] = elements._address_of(working[row], 0) % 64
+        working[row, :] = row
+    return working.sum(axis=1)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.float64])
+@pytest.mark.parametrize("length", [1, 16, 97, 1056])
+def test_rows_of_working_arrays_begin_with_a_line(dtype, length):
+    """Each of them, wherever the memory is that the allocator has; and they do not overlap."""
+    x, places = np.zeros(1, dtype), np.ones(5, np.int64)
+    for _ in range(5):
+        sums = _lines_of(x, (5, length), places)
+        assert (places == 0).all()
+        assert sums[1] >= length
+        np.testing.assert_array_equal(sums, sums[1] * np.arange(5))
+
+
+@njit
+def _quotient_and_remainder(a, b):
+    return pieces.divide(a, b)
+
+
+def test_division_of_numbers():
+    for a in (0, 1, 2, 5, 6, 7, 41, 2**40):
+        for b in (1, 2, 6, 7, 2**33):
+            assert _quotient_and_remainder(a, b) == divmod(a, b)
