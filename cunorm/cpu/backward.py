@@ -164,7 +164,7 @@ def _segments_sums(
                     staged = follow(dx, staged, end, start, stage)
                     end = start + length
                     staged = run_transform(
-                        dy, dx, start, end, zero, scale, zero, streaming, stage, staged
+                        dy, dx, start, end, zero, scale, zero, streaming, stage, staged, None, None
                     )
     if dx is not None:
         flush(dx, staged, end, stage)
@@ -207,10 +207,12 @@ def _gradient(i, _, dy, x, mean, scale, slope, offset):
 
 
 @device_function
-def _run_gradient(dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged):
+def _run_gradient(
+    dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged, first, second
+):
     """Dx of the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (dy, x, mean, scale, slope, offset)
-    return write_on(dx, start, end, streaming, _gradient, numbers, stage, staged)
+    return write_on(dx, start, end, streaming, _gradient, numbers, stage, staged, first, second)
 
 
 @shared_kernel
@@ -237,7 +239,7 @@ def _gradient_segments(
                 scale = _scale(x, statistic, parameter + run, inv_std, weight)
                 staged = _run_gradient(
                     dy, x, dx, start, min(stop, end), load(mean, statistic), scale, slope,
-                    offset, streaming, stage, staged,
+                    offset, streaming, stage, staged, dy, x,
                 )  # fmt: skip
                 start, stop, run = stop, stop + inner, run + 1
         flush(dx, staged, end, stage)
@@ -295,6 +297,7 @@ def _backward_segments(
                 staged = _run_gradient(
                     dy, x, dx, start, end, load_scratch(means, i), load_scratch(scales, i),
                     load_scratch(slopes, i), load_scratch(offsets, i), streaming, stage, staged,
+                    None, None,
                 )  # fmt: skip
         flush(dx, staged, end, stage)
         task = next_task(board, me)

@@ -43,6 +43,10 @@ _FETCHED_BYTES = 512
 # Results that wait in a first-level cache to be written past it.
 _STAGE_BYTES = 2 << 10
 
+# Memory that is read on and on is fetched so many lines ahead, so many at a time.
+_AHEAD_LINES = 64
+_FETCHED_LINES = 4
+
 _FLOAT16 = types.uint16
 _BFLOAT16 = types.int16
 _HALF, _UINT16, _INT16 = np.dtype(np.float16), np.dtype(np.uint16), np.dtype(np.int16)
@@ -460,26 +464,23 @@ def flush(array, start, end, stage):
         _move(array, i, stage, i - start)
 
 
-def write_run(y, start, end, streaming, element, arguments):
-    """`write` of a run, which may be short, of elements without numbers of their own."""
+def write_run(y, start, end, element, arguments):
+    """`sweep` of a run, which may be short, of elements without numbers of their own."""
     raise TypeError("for kernels only")
 
 
 @overload(write_run, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
-def _write_run(y, start, end, streaming, element, arguments):
+def _write_run(y, start, end, element, arguments):
     if y.dtype != _FLOAT16:
 
-        def as_it_is(y, start, end, streaming, element, arguments):
-            write(y, 0, start, end, streaming, element, arguments, 0, 0)
+        def as_it_is(y, start, end, element, arguments):
+            sweep(store, y, 0, start, end, element, arguments, 0, 0)
 
         return as_it_is
 
     # A step of `sweep` is up to 128 of these, and what is left goes by sixteens, which takes twice
     # as long for 64 of them.
-    def sixty_four_first(y, start, end, streaming, element, arguments):
-        if streaming:
-            write(y, 0, start, end, streaming, element, arguments, 0, 0)
-            return
+    def sixty_four_first(y, start, end, element, arguments):
         first = start + 64 if 64 <= end - start < 128 else start
         if first > start:
             for i in range(start, start + 64):
@@ -491,17 +492,48 @@ def _write_run(y, start, end, streaming, element, arguments):
 
 
 @device_function
-def write_on(y, start, end, streaming, element, arguments, stage, staged):
-    """`write_run`, by way of a stage if there is one, which begins with the element `staged`.
+def _fetch_ahead(array, start, end):
+    """Fetch what lies beyond the elements [start, end) of an array, if there is one."""
+    if array is not None:
+        line = 64 // array.itemsize
+        for i in range(start + _AHEAD_LINES * line, end + _AHEAD_LINES * line, line):
+            _prefetch(array, i)
 
-    The new `staged` is returned.
+
+@device_function
+def _stream(y, start, end, element, arguments, first, second):
+    """`write` past the caches, as `write_on` does it."""
+    lead, last = streaming_range(y, start, end, True)
+    sweep(store, y, 0, start, lead, element, arguments, 0, 0)
+    if lead < end:
+        step = last - lead if first is None else _FETCHED_LINES * 64 // y.itemsize
+        for begin in range(lead, last, step):
+            stop = min(begin + step, last)
+            _fetch_ahead(first, begin, stop)
+            _fetch_ahead(second, begin, stop)
+            sweep(store_streaming, y, 0, begin, stop, element, arguments, 0, 0)
+        sweep(store, y, 0, last, end, element, arguments, 0, 0)
+
+
+@device_function
+def write_on(y, start, end, streaming, element, arguments, stage, staged, first, second):
+    """`write` of a run, by way of a stage if there is one, which begins with the element `staged`.
+
+    The new `staged` is returned. `first` and `second` are arrays that are read beside it, from
+    memory, or None: when streaming they are fetched ahead, in steps, where the hardware would
+    start anew with every run.
     """
     if stage.size == 0:
-        write_run(y, start, end, streaming, element, arguments)
+        if streaming:
+            _stream(y, start, end, element, arguments, first, second)
+        else:
+            write_run(y, start, end, element, arguments)
         return end
     while start < end:
         full = staged + stage.size
         stop = min(end, full)
+        _fetch_ahead(first, start, stop)
+        _fetch_ahead(second, start, stop)
         sweep(store, stage, -staged, start, stop, element, arguments, 0, 0)
         if stop == full:
             flush(y, staged, full, stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .elements import device_function, store
 
+
 @device_function
 def divide(a, b):
     """(quotient, remainder) of a number that is not negative by a positive one.

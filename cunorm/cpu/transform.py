@@ -97,10 +97,10 @@ def _transformed(i, _, x, mean, scale, shift):
 
 
 @device_function
-def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged):
+def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged, first, second):
     """Transform the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (x, mean, scale, shift)
-    return write_on(y, start, end, streaming, _transformed, numbers, stage, staged)
+    return write_on(y, start, end, streaming, _transformed, numbers, stage, staged, first, second)
 
 
 @partial(shared_kernel, first=take_given)
@@ -125,7 +125,7 @@ def _transform_segments(
                 )
                 staged = run_transform(
                     x, y, start, min(stop, end), load(mean, statistic), scale, shift, streaming,
-                    stage, staged,
+                    stage, staged, x, None,
                 )  # fmt: skip
                 start, stop, run = stop, stop + inner, run + 1
         flush(y, staged, end, stage)
@@ -183,7 +183,7 @@ def _normalize_segments(
                     end = start + length
                     staged = run_transform(
                         x, y, start, end, center, load_scratch(scales, k),
-                        load_scratch(shifts, k), streaming, stage, staged,
+                        load_scratch(shifts, k), streaming, stage, staged, x, None,
                     )  # fmt: skip
                     start = end
         flush(y, staged, end, stage)
