@@ -209,6 +209,9 @@ def test_families(geometry, forward, backward):
         ((64, 256, 8, 8), 2, plan.Segments),
         ((64, 256, 10, 10), 4, plan.Segments),
         ((64, 256, 10, 10), 2, plan.Columns),  # no whole steps
+        ((64, 32, 8, 8), 2, plan.Columns),  # many rows of few positions
+        ((64, 33, 8, 8), 2, plan.Segments),
+        ((63, 32, 8, 8), 2, plan.Segments),
         ((64, 256, 7, 7), 4, plan.Columns),
         ((64, 256, 32), 2, plan.Columns),
     ],

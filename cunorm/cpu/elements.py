@@ -43,7 +43,8 @@ _FETCHED_BYTES = 512
 # Results that wait in a first-level cache to be written past it.
 _STAGE_BYTES = 2 << 10
 
-# Memory that is read on and on is fetched so many lines ahead, so many at a time.
+# Memory that is read on and on is fetched so many lines ahead, so many at a time: a step of the
+# loop over float32. Measured on Zen 5; more at a time cost more than they gain.
 _AHEAD_LINES = 64
 _FETCHED_LINES = 4
 

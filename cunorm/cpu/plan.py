@@ -50,8 +50,10 @@ _SHORT_RUN_BYTES, _SOME_ROWS = 128, 4
 _MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
 
 # A sweep that sums nothing has no use for positions of their own where runs are as long as this,
-# or, of 16-bit elements, a multiple of it, which their vector loops take in whole steps.
+# or, of 16-bit elements, a multiple of it, which their vector loops take in whole steps; but if
+# there are many rows of few positions, whose numbers a first-level cache holds.
 _TRANSFORMED_RUN = 64
+_FEW_POSITIONS, _ROWS_OF_FEW = 2048, 64
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
@@ -360,7 +362,8 @@ def transform_plan(geometry: Geometry, itemsize: int) -> Segments | Columns | Ro
     """Plan for one sweep that sums nothing."""
     cut, inner = plan(geometry, itemsize, 0), geometry.inner
     whole = inner >= _TRANSFORMED_RUN and (itemsize > 2 or inner % _TRANSFORMED_RUN == 0)
-    if isinstance(cut, Columns) and whole:
+    few = geometry.outer >= _ROWS_OF_FEW and geometry.group * inner <= _FEW_POSITIONS
+    if isinstance(cut, Columns) and whole and not few:
         return _segments(geometry, itemsize, 0, get_num_threads())
     return cut
 
