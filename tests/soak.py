@@ -278,7 +278,9 @@ def one_call(rng):
     except (ValueError, TypeError) as error:
         refused = str(error)
     if refused is not None:
-        assert re.match(r"[a-z_.]+(\[.*?\])?: expected", refused), f"names no argument: {refused}"
+        assert re.match(r"[a-z_.]+(\[.*?\][a-z_.]*)?: expected", refused), (
+            f"names no argument: {refused}"
+        )
         assert spoilt or "more than 1" in refused, f"refused: {refused}"
         for key, value in before.items():
             assert same(value, arguments[key]), f"{key} was changed by a call that raised"
