@@ -33,18 +33,17 @@ def calls_of(case: Case, xp: Any, torch: Any, compiled: bool = False) -> Calls:
     `compiled`: torch.compile too, which takes seconds for every case.
     """
     dtype = dtype_of(case)
-    x, dy = (_numbers(case.elements, seed).reshape(case.shape).astype(dtype) for seed in (0, 1))
-    weight, bias = np.random.default_rng(2).standard_normal(
-        (2, *case.parameters_shape), dtype=np.float32
+    x, dy = (_numbers(case.elements, seed, xp).reshape(case.shape).astype(dtype) for seed in (0, 1))
+    weight, bias = xp.asarray(
+        np.random.default_rng(2).standard_normal((2, *case.parameters_shape), dtype=np.float32)
     )
     on_gpu = xp is not np
     calls: Calls = {}
     if torch is not None:
         for name, context in _torch_paths(case, torch, on_gpu):
-            calls |= _torch(case, torch, name, context, x, dy, weight, bias, on_gpu)
+            calls |= _torch(case, torch, name, context, x, dy, weight, bias)
         if compiled and on_gpu:
-            calls |= _torch(case, torch, "torch.compile", nullcontext, x, dy, weight, bias, True)
-    x, dy, weight, bias = (xp.asarray(array) for array in (x, dy, weight, bias))
+            calls |= _torch(case, torch, "torch.compile", nullcontext, x, dy, weight, bias)
     calls |= _plain(case, xp, x, dy, weight, bias)
     if on_gpu and cudnn_missing() is None:
         calls |= frontend.calls_of(case, xp, x, dy, weight, bias)
@@ -58,10 +57,10 @@ def dtype_of(case: Case) -> np.dtype:
     return cunorm.ScaleShift(1, dtype=case.dtype).weight.dtype  # type: ignore[no-any-return]
 
 
-def _numbers(number: int, seed: int) -> np.ndarray:
+def _numbers(number: int, seed: int, xp: Any) -> Any:
     """Normally distributed numbers; of many, a prime number of them over and over."""
     numbers = np.random.default_rng(seed).standard_normal(min(number, 1_000_003), np.float32)
-    return np.resize(numbers, number)
+    return xp.resize(xp.asarray(numbers), number)
 
 
 def _cunorm(case: Case, xp: Any, x: Any, dy: Any, weight: Any, bias: Any, out: Any) -> Calls:
@@ -177,19 +176,20 @@ def _torch_paths(case: Case, torch: Any, on_gpu: bool) -> Iterator[tuple[str, An
 
 
 def _torch(
-    case: Case, torch: Any, name: str, context: Any, x: Any, dy: Any, weight: Any, bias: Any,
-    on_gpu: bool,
-) -> Calls:  # fmt: skip
+    case: Case, torch: Any, name: str, context: Any, x: Any, dy: Any, weight: Any, bias: Any
+) -> Calls:
     """PyTorch; scale-shift, for which it has no function, by broadcasting.
 
     Training records gradients, as it does for its users; inference does not. Parameters are
     float32 for batch norm and scale-shift, as ours; of the data's dtype for the others, whose
     operators accept no mixture everywhere.
     """
-    device, kind = "cuda" if on_gpu else "cpu", getattr(torch, case.dtype)
+    kind = getattr(torch, case.dtype)
 
     def tensor(array: Any, kind: Any) -> Any:
-        return torch.from_numpy(array.astype(np.float32)).to(device, kind)
+        if array.dtype.itemsize == 2:  # not every DLPack knows bfloat16
+            return torch.from_dlpack(array.view(np.int16)).view(kind).clone()
+        return torch.from_dlpack(array).to(kind, copy=True)
 
     x, dy = tensor(x, kind), tensor(dy, kind)
     if not case.of_rows and case.channel_axis == -1:

@@ -1,12 +1,13 @@
 """Everything there is to do on a GPU, in one command: tests, sanitizers, measurements.
 
-    python benchmarks/gpu.py [--output FOLDER] [--minutes 9] [--no-tests] [--no-sanitizers]
+    python benchmarks/gpu.py [--output FOLDER] [--minutes 9] [--only TEXT] [--full]
+                             [--no-tests] [--no-sanitizers]
 
-Runs the test suite on CuPy arrays, a part of it under compute-sanitizer's memcheck and
-racecheck, then times all norms beside a copy of the same bytes, CuPy's own expression and,
-where they are installed, PyTorch with and without cuDNN and cuDNN's front end, interleaved, with
-CUDA events and a cold second-level cache. It needs the `test` extra; compute-sanitizer comes
-with CUDA.
+Runs the test suite on CuPy arrays, in as many processes as there are cores, a part of it under
+compute-sanitizer's memcheck and racecheck, then times all norms beside a copy of the same bytes,
+CuPy's own expression and, where they are installed, PyTorch with and without cuDNN and cuDNN's
+front end, interleaved, with CUDA events and a cold second-level cache. It needs the `test` extra;
+compute-sanitizer comes with CUDA.
 Whatever is left when the minutes are over is left out, and said so. Results go into FOLDER
 (benchmarks/results/) as JSON with the device named, and are printed as a Markdown table.
 """
@@ -14,6 +15,7 @@ Whatever is left when the minutes are over is left out, and said so. Results go 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -21,12 +23,14 @@ import subprocess
 import sys
 import time
 import timeit
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
+import contenders
 import measure
 import run
-from shapes import HUGE, QUICK, RESNET, Case
+from shapes import FULL, HUGE, QUICK, RESNET, Case
 
 import cunorm
 from cunorm import arrays
@@ -76,6 +80,27 @@ def host_times(cupy, torch):
     return times
 
 
+def compile_kernels(case):
+    """Call all that cunorm does in a case, so that its kernels lie on disk."""
+    import cupy
+
+    for name, call in contenders.calls_of(case, cupy, None).items():
+        if name[1] == contenders.OUT:
+            call()
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+def compile_all(cases):
+    """Compile the kernels of all cases, in as many processes as there are cores.
+
+    NVRTC compiles for one thread of a process at a time.
+    """
+    small = [case for case in cases if case.elements < 1 << 28]  # the others need the memory
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        list(pool.map(compile_kernels, small))
+
+
 def execute(command, log, seconds):
     """Exit status of a command whose output goes to a file; the end of it is printed."""
     if seconds < 5:
@@ -97,6 +122,8 @@ def main():
     parser.add_argument("--output", type=Path, default=results_folder, help="folder for results")
     parser.add_argument("--minutes", type=float, default=9, help="after which no more is begun (9)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of measuring a case (0.5)")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--full", action="store_true", help="all cases, not a selection")
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, which is slow")
     parser.add_argument("--no-tests", action="store_true", help="leave out the test suite")
     parser.add_argument("--no-sanitizers", action="store_true", help="and compute-sanitizer")
@@ -125,8 +152,9 @@ def main():
 
     if not options.no_tests:
         record["status"]["tests"] = execute(
-            [*pytest, "--maxfail", "20"], options.output / "tests.log", left() / 2
-        )
+            [*pytest, "-n", "auto", "--dist", "worksteal", "--maxfail", "200"],
+            options.output / "tests.log", left() / 2,
+        )  # fmt: skip
     sanitizer = shutil.which("compute-sanitizer")
     if not options.no_sanitizers:
         os.environ["CUNORM_TEST_WITHOUT_POOL"] = "1"  # or overruns would stay within the pool
@@ -139,8 +167,13 @@ def main():
                  "tests/test_cuda_kernels.py", "-k", "test_candidate and float32"],
                 options.output / f"{tool}.log", min(left() / 3, 120),
             )  # fmt: skip
+    chosen = [*CASES, *FULL] if options.full else CASES
+    chosen = [case for case in dict.fromkeys(chosen) if options.only in str(case)]
+    begin = time.monotonic()
+    compile_all(chosen)
+    print(f"kernels of {len(chosen)} cases: {time.monotonic() - begin:.0f} s", flush=True)
     timer = run.gpu_timer(options.seconds)
-    for case in dict.fromkeys(CASES):
+    for case in chosen:
         if left() < 15:
             record["status"]["measurements"] = f"left out from {case} on: no time"
             break
