@@ -169,7 +169,7 @@ def xp(monkeypatch):
 def arguments_of(case, xp):
     """X, dy, weight and bias as `contenders.calls_of` draws them."""
     x, dy = (
-        contenders._numbers(case.elements, seed).reshape(case.shape).astype(
+        contenders._numbers(case.elements, seed, np).reshape(case.shape).astype(
             contenders.dtype_of(case)
         )
         for seed in (0, 1)
