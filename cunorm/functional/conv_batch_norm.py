@@ -249,7 +249,7 @@ def conv_batch_norm_backward(
         out = None
         if want_dweight or (want_dz and saved.training):
             z = convolution.forward(x, conv_weight, **keywords)
-            _check("forward", z, x, shape, dy, x, conv_weight, weight, *saved[:3])
+            _check("forward", z, x, shape, dy, x, conv_weight, weight, mean, inv_std, residual)
             out = z if want_dz else None
         else:  # dy alone makes the gradients
             order = arrays.memory_order(x) or arrays.axes(x.ndim)
