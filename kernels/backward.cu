@@ -168,22 +168,31 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
 
-    Cursor cursor(a.geometry, a.cut, work);
+    Cursor ahead(a.geometry, a.cut, work), cursor(a.geometry, a.cut, work);
+    const auto fetch = [&](int n) {
+        const Tile next(ahead);
+        shelf.fetch(next, a.dy, n, 0, 2);
+        shelf.fetch(next, a.x, n, 1, 2);
+    };
+    fetch_first(last, fetch);
+    Cursor end(a.geometry, a.cut, work, last);
+    const Tile tile(end);
+    Vector dy[TILE], x[TILE];
+    tile.load<true>(a.dy, dy);
+    tile.load<true>(a.x, x);
+
     Accumulator mean[STATISTICS];
     read_means(a, work, mean);
     Sums values[STATISTICS] = {};
-    Vector dy[TILE], x[TILE];
     for (int n = 0; n < last; ++n) {
-        const Tile tile(cursor);
-        tile.load<true>(a.dy, dy);
-        tile.load<true>(a.x, x);
-        add_tile(values, tile, dy, x, mean);
-        shelf.put(n, 0, dy, 2);
-        shelf.put(n, 1, x, 2);
+        const Tile first(cursor);
+        Vector first_dy[TILE], first_x[TILE];
+        wait_for_copies<AHEAD - 1>();
+        shelf.get(n, 0, first_dy, 2);
+        shelf.get(n, 1, first_x, 2);
+        add_tile(values, first, first_dy, first_x, mean);
+        fetch_next(n, last, fetch);
     }
-    const Tile tile(cursor);
-    tile.load<true>(a.dy, dy);
-    tile.load<true>(a.x, x);
     add_tile(values, tile, dy, x, mean);
 
     Coefficients coefficients[STATISTICS];

@@ -93,6 +93,12 @@ struct Access {
         return vector;
     }
 
+    // The same to shared memory.
+    __device__ void load_ahead(const Element* x, Vector* shared) const {
+        if (whole()) read_ahead(shared, reinterpret_cast<const Vector*>(x + offset));
+        else *shared = load<true>(x);
+    }
+
     __device__ void store(Element* y, const Vector& vector) const {
         if (whole()) {
             write(reinterpret_cast<Vector*>(y + offset), vector);
@@ -104,16 +110,17 @@ struct Access {
     }
 };
 
-// A thread's accesses, one after another.
+// A thread's accesses, one after another, from one of its tiles on.
 class Cursor {
   public:
-    __device__ Cursor(const Geometry& g, const Cut& cut, const Work& work) {
+    __device__ Cursor(const Geometry& g, const Cut& cut, const Work& work, int tile = 0) {
         const Offset share = static_cast<Offset>(cut.share);
         const Offset thread = threadIdx.x % GROUP;
-        const Offset number = work.part * share + thread / ACROSS;
+        const Offset before = thread / ACROSS + static_cast<Offset>(tile) * (TILE * DEEP);
+        const Offset number = work.part * share + before;
         inner = static_cast<Offset>(g.inner);
         pitch = static_cast<Offset>(g.group) * inner;
-        left = static_cast<Signed>(share) - static_cast<Signed>(thread / ACROSS);
+        left = static_cast<Signed>(share) - static_cast<Signed>(before);
         if (COLUMNS) {
             const Offset column = thread % ACROSS * WIDTH;
             const Signed rows = static_cast<Signed>(g.outer) - static_cast<Signed>(number);
@@ -193,6 +200,16 @@ struct Tile {
 struct Shelf {
     Vector* place;
 
+    // Begins to fill it; `wait_for_copies` ends that.
+    __device__ void fetch(
+        const Tile& tile, const Element* x, long long number, int input, int inputs
+    ) const {
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            tile.access[i].load_ahead(
+                x, place + ((number * inputs + input) * TILE + i) * THREADS + threadIdx.x);
+    }
+
     __device__ void put(long long tile, int input, const Vector (&values)[TILE], int inputs) {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
@@ -205,6 +222,25 @@ struct Shelf {
             values[i] = place[((tile * inputs + input) * TILE + i) * THREADS + threadIdx.x];
     }
 };
+
+// Tiles that a thread has on their way to its shelf, each a group of copies: all that a
+// multiprocessor has room for, in most plans.
+constexpr int AHEAD = 8;
+
+// Before the first of `number` tiles is taken from the shelf. `fetch(n)` fetches one.
+template <class Fetch> __device__ inline void fetch_first(int number, Fetch fetch) {
+    #pragma unroll 1
+    for (int n = 0; n < AHEAD; ++n) {
+        if (n < number) fetch(n);
+        end_group_of_copies();
+    }
+}
+
+// After tile `n` has been taken.
+template <class Fetch> __device__ inline void fetch_next(int n, int number, Fetch fetch) {
+    if (n + AHEAD < number) fetch(n + AHEAD);
+    end_group_of_copies();
+}
 
 // The first parameter of a run in which they change.
 __device__ inline Offset first_parameter(const Work& work, const Geometry& g) {

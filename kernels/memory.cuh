@@ -3,9 +3,42 @@
 
 #include "types.cuh"
 
-// A test that executes these sources without a GPU has shared memory of its own.
+// A test that executes these sources without a GPU has shared memory, and copies into it that go
+// on while the thread does other things, of its own.
 #ifndef SHARED_MEMORY
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
+
+// Begins to copy 4, 8 or 16 bytes, as a part of the thread's current group of copies.
+template <int BYTES> __device__ inline void begin_copy(void* shared, const void* place) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    if (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(place)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(place),
+                     "n"(BYTES)
+                     : "memory");
+    }
+#else
+    struct alignas(BYTES) Bytes { unsigned word[BYTES / 4]; };
+    *static_cast<Bytes*>(shared) = *static_cast<const Bytes*>(place);
+#endif
+}
+
+// Ends the current group of copies, which may be empty.
+__device__ inline void end_group_of_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all groups of copies but the last `PENDING`.
+template <int PENDING> __device__ inline void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
 #endif
 
 template <int BYTES> struct Word;
@@ -36,6 +69,12 @@ template <class T> __device__ inline T read(const T* place) {
 template <class T> __device__ inline T read_last(const T* place) {
     using W = typename Word<sizeof(T)>::type;
     return bits<T>(__ldcs(reinterpret_cast<const W*>(place)));
+}
+
+// The same to shared memory, where it is found after `wait_for_copies`.
+template <class T> __device__ inline void read_ahead(T* shared, const T* place) {
+    if constexpr (sizeof(T) < 4) *shared = read_last(place);
+    else begin_copy<sizeof(T)>(shared, place);
 }
 
 // Reads data that no kernel running at the time writes, and neighbouring threads will read too.

@@ -1,13 +1,15 @@
 // Count, mean and centred sum of squares.
 //
-// A thread takes its tiles in chunks of CHUNK. The mean of the first tile, taken about one of
-// its own elements, is the center of the chunk; the sums of (x - center) and of its square
-// are taken in the accumulator type, and the first corrects the second. Chunks are merged in
-// float64. (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983,
-// equations 1.7 and 2.1.) A large common offset costs no digits, and nor does an outlier:
-// since the center is the mean of one part in CHUNK of the chunk, the sum of squares about it
-// is at most 1 + CHUNK times that about the chunk's mean. A constant channel has exactly its
-// value as mean and exactly zero as sum of squares.
+// A thread takes the sums of (x - center) and of its square in the accumulator type over chunks
+// of CHUNK tiles, and adds these up in float64; the first sum corrects the second. (Chan, Golub
+// and LeVeque, "Algorithms for computing the sample variance", 1983, equations 1.7 and 2.1.)
+// The center is the mean of the first tile, taken about one of its own elements, and moves to
+// the mean of all elements so far after the first chunk, and whenever these have doubled since.
+// So a large common offset costs no digits, and nor does an outlier: of the first chunk the sum
+// of squares about the center is at most 1 + CHUNK times that about the chunk's mean, and n
+// elements that follow m others, at most 2 m of them, add at most three times as much as they
+// add to the sum about the mean of all. A constant channel has exactly its value as mean and
+// exactly zero as sum of squares.
 #pragma once
 
 #include "reduce.cuh"
@@ -64,23 +66,28 @@ class Accumulation {
     __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
         if (tile.whole()) add<true>(tile, x);
         else add<false>(tile, x);
-        if (++tiles == CHUNK) finish();
+        if (++tiles == CHUNK) end_chunk();
     }
 
     // The moments, once all has been added.
     __device__ void finish(Moments (&moments)[STATISTICS]) {
-        finish();
+        end_chunk();
+        const double each = count == 0 ? 0.0 : static_cast<double>(1 / count);
         #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) moments[s] = {mean[s], m2[s], seen};
+        for (int s = 0; s < STATISTICS; ++s) {
+            const double correction = centered ? sum[s] * each : 0.0;
+            const double rest = squares[s] - correction * sum[s];
+            moments[s] = {center[s] + correction, rest < 0 ? 0.0 : rest, count};  // NaN stays NaN
+        }
     }
 
   private:
-    double mean[STATISTICS] = {}, m2[STATISTICS] = {};
-    Accumulator seen = 0;  // a weight; exact up to 2^24 in float32
-    // Of the chunk.
-    Accumulator center[STATISTICS], sum[STATISTICS], squares[STATISTICS];
-    Accumulator count = 0;
-    int tiles = 0;
+    Accumulator center[STATISTICS] = {};
+    double sum[STATISTICS] = {}, squares[STATISTICS] = {};  // of the chunks that have ended
+    Accumulator chunk_sum[STATISTICS] = {}, chunk_squares[STATISTICS] = {};
+    Accumulator count = 0;  // of all; exact up to 2^24 in float32
+    Accumulator moving = 0;  // the count at which the center moves
+    int tiles = 0;  // of the chunk
     bool centered;
 
     template <bool WHOLE> __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
@@ -93,14 +100,13 @@ class Accumulation {
                 for (int l = 0; l < LANES; ++l) number += tile.access[i].has(l) ? 1 : 0;
             if (number == 0) return;
         }
-        if (tiles == 0) {
+        if (count == 0 && centered) {
             #pragma unroll
             for (int s = 0; s < STATISTICS; ++s) {
                 Accumulator pivot = widen(x[0].lane[s]);
                 if (!is_finite(pivot)) pivot = 0;
-                center[s] = pivot + total<WHOLE>(tile, x, s, pivot) / number;
-                if (!centered) center[s] = 0;
-                sum[s] = squares[s] = 0;
+                const Accumulator mean = pivot + total<WHOLE>(tile, x, s, pivot) / number;
+                center[s] = is_finite(mean) ? mean : 0;
             }
         }
         count += number;
@@ -117,8 +123,8 @@ class Accumulation {
                         squares_of_vector += deviation * deviation;
                     }
                 }
-                sum[s] += of_vector;
-                squares[s] += squares_of_vector;
+                chunk_sum[s] += of_vector;
+                chunk_squares[s] += squares_of_vector;
             }
         }
     }
@@ -138,23 +144,26 @@ class Accumulation {
         return result;
     }
 
-    // Ends the chunk.
-    __device__ void finish() {
+    __device__ void end_chunk() {
         tiles = 0;
-        if (count == 0) return;
-        const Accumulator reciprocal = 1 / count;
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
-            const Accumulator correction = centered ? sum[s] * reciprocal : 0;
-            const Accumulator rest = centered ? squares[s] - sum[s] * correction : squares[s];
-            const double middle = center[s];
-            Moments all{mean[s], m2[s], seen};
-            all.merge({is_finite(middle) ? middle + static_cast<double>(correction) : middle,
-                       static_cast<double>(rest < 0 ? 0 : rest), count});  // NaN stays NaN
-            mean[s] = all.mean;
-            m2[s] = all.m2;
+            sum[s] += chunk_sum[s];
+            squares[s] += chunk_squares[s];
+            chunk_sum[s] = chunk_squares[s] = 0;
         }
-        seen += count;
-        count = 0;
+        if (count < moving || !centered || count == 0) return;
+        moving = 2 * count;
+        const double each = static_cast<double>(1 / count);
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) {
+            const double before = center[s];
+            const Accumulator moved = static_cast<Accumulator>(before + sum[s] * each);
+            if (!is_finite(moved)) continue;
+            const double step = moved - before, product = count * step;
+            squares[s] += step * (product - 2.0 * sum[s]);
+            sum[s] -= product;
+            center[s] = moved;
+        }
     }
 };

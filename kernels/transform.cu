@@ -163,17 +163,21 @@ CLUSTER_KERNEL normalize(const TransformArguments a) {
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
 
-    Cursor cursor(a.geometry, a.cut, work);
-    Accumulation accumulation(a.centered != 0);
-    Vector x[TILE];
-    for (int n = 0; n < last; ++n) {
-        const Tile tile(cursor);
-        tile.load<true>(a.x, x);
-        accumulation.add(tile, x);
-        shelf.put(n, 0, x, 1);
-    }
-    const Tile tile(cursor);
+    Cursor ahead(a.geometry, a.cut, work), cursor(a.geometry, a.cut, work);
+    fetch_first(last, [&](int n) { shelf.fetch(Tile(ahead), a.x, n, 0, 1); });
+    Cursor end(a.geometry, a.cut, work, last);
+    const Tile tile(end);
+    Vector x[TILE], kept[TILE];
     tile.load<true>(a.x, x);
+
+    Accumulation accumulation(a.centered != 0);
+    for (int n = 0; n < last; ++n) {
+        const Tile first(cursor);
+        wait_for_copies<AHEAD - 1>();
+        shelf.get(n, 0, kept, 1);
+        accumulation.add(first, kept);
+        fetch_next(n, last, [&](int next) { shelf.fetch(Tile(ahead), a.x, next, 0, 1); });
+    }
     accumulation.add(tile, x);
     Moments values[STATISTICS];
     accumulation.finish(values);
@@ -189,9 +193,9 @@ CLUSTER_KERNEL normalize(const TransformArguments a) {
     transform_tile(a, work, tile, x, coefficients);
     Cursor again(a.geometry, a.cut, work);
     for (int n = 0; n < last; ++n) {
-        const Tile kept(again);
-        shelf.get(n, 0, x, 1);
-        transform_tile(a, work, kept, x, coefficients);
+        const Tile first(again);
+        shelf.get(n, 0, kept, 1);
+        transform_tile(a, work, first, kept, coefficients);
     }
     cluster_wait();
 }

@@ -88,8 +88,14 @@ MUTANTS = {
     "shared memory that nobody wrote": (
         "test_candidate and block",
         "layout.cuh",
-        "for (int i = 0; i < TILE; ++i)\n            place[",
-        "for (int i = 1; i < TILE; ++i)\n            place[",
+        "for (int i = 0; i < TILE; ++i)\n            tile.access[i].load_ahead(",
+        "for (int i = 1; i < TILE; ++i)\n            tile.access[i].load_ahead(",
+    ),
+    "a copy that nobody waited for": (
+        "test_candidate and block",
+        "transform.cu",
+        "wait_for_copies<AHEAD - 1>();",
+        "wait_for_copies<AHEAD>();",
     ),
     "wrong merge weight": (
         "test_candidate and warp",
@@ -112,8 +118,8 @@ MUTANTS = {
     "rounding of the mean not corrected": (
         "mean_much_larger",
         "moments.cuh",
-        "middle + static_cast<double>(correction)",
-        "middle",
+        "center[s] + correction",
+        "center[s]",
     ),
     "residual of the mean forgotten": (
         "mean_much_larger",

@@ -30,6 +30,11 @@ void cluster_arrive();
 void cluster_wait();
 void* map_shared(const void* place, unsigned rank);
 
+// Copies into shared memory are made when they are waited for, no sooner.
+void begin_copy(void* shared, const void* place, unsigned size);
+void end_group_of_copies();
+void wait_for_copies(unsigned pending);
+
 // All lanes of the warp show a word; returns what the 32 of them have shown.
 const uint64_t* show(const char* operation, unsigned mask, uint64_t word);
 
@@ -73,6 +78,12 @@ template <class T> void __stcs(T* place, T value) {
     harness::count_write(place, sizeof(T));
     *place = value;
 }
+
+template <int BYTES> void begin_copy(void* shared, const void* place) {
+    harness::begin_copy(shared, place, BYTES);
+}
+inline void end_group_of_copies() { harness::end_group_of_copies(); }
+template <int PENDING> void wait_for_copies() { harness::wait_for_copies(PENDING); }
 
 inline void __syncthreads() { harness::barrier(); }
 inline void __cluster_barrier_arrive() { harness::cluster_arrive(); }

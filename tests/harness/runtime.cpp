@@ -26,6 +26,13 @@ enum class Wait { nothing, warp, block, cluster, end };
 
 struct Block;
 
+// Of global memory, on its way to shared memory.
+struct Copy {
+    void* shared;
+    const void* place;
+    unsigned size, group;
+};
+
 // Where a stack was left. The compiler's own jumps cost nanoseconds; swapcontext asks the system for
 // its mask of signals twice, and the address sanitizer clears its record of the stack for it.
 struct Place {
@@ -51,6 +58,8 @@ struct Fiber {
     unsigned operations = 0;     // of its warp so far
     unsigned arrivals = 0;       // at the cluster's barrier
     unsigned departures = 0;
+    std::vector<Copy> copies;  // on their way
+    unsigned groups = 0;       // of copies, which have ended
 };
 
 struct Block {
@@ -173,6 +182,7 @@ void step(Fiber* fiber) {
         case Wait::end:
             if (fiber->arrivals != fiber->departures)
                 now->error = "a thread left between arriving at a cluster's barrier and waiting";
+            if (!fiber->copies.empty()) now->error = "a thread left while it was copying";
             break;
         default: break;
     }
@@ -186,7 +196,7 @@ void run_cluster() {
     for (Block* block : now->cluster) {
         std::memset(block->shared, 0xff, now->shared);
         for (Fiber* fiber : block->fibers) {
-            fiber->operations = fiber->arrivals = fiber->departures = 0;
+            fiber->operations = fiber->arrivals = fiber->departures = fiber->groups = 0;
             resume(fiber);
             ++running;
         }
@@ -231,6 +241,24 @@ void* map_shared(const void* place, unsigned rank) {
     if (rank >= now->cluster.size() || offset < 0 || size_t(offset) >= now->shared)
         fail("shared memory outside of the cluster");
     return now->cluster[rank]->shared + offset;
+}
+
+void begin_copy(void* shared, const void* place, unsigned size) {
+    if (reinterpret_cast<uintptr_t>(shared) % size != 0) fail("a copy that is not aligned");
+    count_read(place, size);
+    now->current->copies.push_back({shared, place, size, now->current->groups});
+}
+
+void end_group_of_copies() { ++now->current->groups; }
+
+void wait_for_copies(unsigned pending) {
+    Fiber* fiber = now->current;
+    std::vector<Copy> rest;
+    for (const Copy& copy : fiber->copies) {
+        if (copy.group + pending < fiber->groups) std::memcpy(copy.shared, copy.place, copy.size);
+        else rest.push_back(copy);
+    }
+    fiber->copies.swap(rest);
 }
 
 const uint64_t* show(const char* operation, unsigned mask, uint64_t word) {
