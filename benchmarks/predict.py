@@ -48,7 +48,7 @@ GPUS = [
 
 #: Arrays of x's size that a kernel reads and writes; the others see statistics only.
 PASSES = {
-    "moments": 1, "transform": 2, "normalize": 2,
+    "moments": 1, "transform": 2, "normalize": 2, "normalize_rows": 2,
     "reduce": 2, "input_gradient": 3, "backward": 3, "backward_rows": 3,
 }  # fmt: skip
 

@@ -148,13 +148,16 @@ KERNEL input_gradient(const BackwardArguments a) {
         return combine(a, channel, parameter,
                        weighted ? sums : sums.times(weight_of(a, parameter)));
     });
+    Accumulator weight[TILE][WIDTH];
     for (long long n = 1; n < a.cut.tiles; ++n) {
-        gradient_tile(a, work, tile, dy, x, coefficients);
+        read_weights(a, work, tile, weight);
+        gradient_tile(a, tile, dy, x, coefficients, weight);
         tile = Tile(cursor);
         tile.load<true>(a.dy, dy);
         tile.load<true>(a.x, x);
     }
-    gradient_tile(a, work, tile, dy, x, coefficients);
+    read_weights(a, work, tile, weight);
+    gradient_tile(a, tile, dy, x, coefficients, weight);
 }
 
 // Sums and, unless it is absent, dx in one sweep over dy and x.
@@ -202,13 +205,16 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
             total.dy_xmu -= times_residual(residual_of(a, work.channel + p), total.dy);
             return total.times(weight_of(a, work.parameter + p));
         },
-        [&](Offset p, const Sums& total, const Sums& all) {
+        [&](Offset p, const Sums& total, const Sums& all, bool first) {
             const Offset channel = work.channel + p, parameter = work.parameter + p;
-            save(a, channel, parameter, total, work.part == 0);
+            save(a, channel, parameter, total, first && work.part == 0);
             return combine(a, channel, parameter, all);
         });
 
-    if (a.dx != nullptr) gradient_of_held(a, work, shelf, last, tile, dy, x, coefficients);
+    Accumulator weight[TILE][WIDTH];
+    read_weights(a, work, tile, weight);
+    if (a.dx != nullptr)
+        gradient_of_held(a, work, shelf, 0, last, tile, dy, x, coefficients, weight);
     cluster_wait();
 }
 

@@ -100,9 +100,9 @@ CLUSTER_KERNEL double_backward(const DoubleArguments a) {
     fold(
         values, coefficients, shared, work, a.geometry,
         [&](Offset, const DoubleSums& total) { return total; },
-        [&](Offset p, const DoubleSums& total, const DoubleSums&) {
+        [&](Offset p, const DoubleSums& total, const DoubleSums&, bool first) {
             const Offset channel = work.channel + p, parameter = work.parameter + p;
-            if (work.part == 0) save(a, channel, parameter, total);
+            if (first && work.part == 0) save(a, channel, parameter, total);
             return combine(a, channel, parameter, total);
         });
 

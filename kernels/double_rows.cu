@@ -5,28 +5,20 @@
 // Both outputs and, unless they are absent, the parameters' gradients of a block of samples;
 // from sums that are known, or all in one sweep.
 //
-// Blocks are numbered by part, then row of a sample, then block of samples. A group of threads,
-// or the blocks of a cluster, hold a row: the last tile of every thread in its registers, those
-// before in shared memory, behind the gradients. gradients[block] = ddweight.
+// A group of threads, or the blocks of a cluster, hold a row: the last tile of every thread in its
+// registers, those before in shared memory, behind the gradients. gradients[block] = ddweight.
 CLUSTER_KERNEL double_backward_rows(const DoubleArguments a) {
     SHARED_MEMORY(shared);
     const Geometry& g = a.geometry;
     const int last = static_cast<int>(a.cut.tiles) - 1;
-    const Kept<1> kept{reinterpret_cast<Accumulator*>(shared + HEADER), (last + 1) * TILE};
-    Shelf shelf{reinterpret_cast<Vector*>(kept.place + kept.slots * WIDTH * THREADS)};
-    kept.clear();
+    const int slots = (last + 1) * TILE;
+    const Kept<1> kept{reinterpret_cast<Accumulator*>(shared + HEADER)};
+    Shelf shelf{reinterpret_cast<Vector*>(kept.after(slots))};
+    kept.clear(slots);
 
-    const Offset parts = static_cast<Offset>(a.cut.parts), number = static_cast<Offset>(g.group);
-    const Offset part = blockIdx.x % parts;
-    const Offset index = blockIdx.x / parts % number;
-    const Offset block = blockIdx.x / parts / number;
-    const Offset batch = static_cast<Offset>(g.batch), size = static_cast<Offset>(a.block);
-    const Offset end = (block + 1) * size < batch ? (block + 1) * size : batch;
-
-    // All groups of a block take as many turns: barriers and shuffles are for all of them.
-    for (Offset turn = block * size; turn < end; turn += THREADS / GROUP) {
-        const Offset sample = turn + threadIdx.x / GROUP;
-        const Work work(g, sample, index, part, sample < end);
+    const Turns turns(g, a.cut, a.block);
+    for (Offset turn = turns.first; turn < turns.end; turn += turns.step) {
+        const Work work = turns.work(g, turn);
         DoubleCoefficients coefficients[STATISTICS];
         Cursor cursor(g, a.cut, work);
         Inputs in;
@@ -63,7 +55,7 @@ CLUSTER_KERNEL double_backward_rows(const DoubleArguments a) {
         fold(
             values, coefficients, shared, work, g,
             [&](Offset, const DoubleSums& total) { return total; },
-            [&](Offset, const DoubleSums& total, const DoubleSums&) {
+            [&](Offset, const DoubleSums& total, const DoubleSums&, bool) {
                 return combine(a, work.channel, 0, total);
             });
         put_out(tile, last);
@@ -73,7 +65,7 @@ CLUSTER_KERNEL double_backward_rows(const DoubleArguments a) {
             in.get(shelf, n);
             put_out(held, n);
         }
-        cluster_wait();
+        meet();
     }
-    if (a.gradients != nullptr) kept.write_block(a.gradients, g, a.cut, part, index, block);
+    if (a.gradients != nullptr) kept.write_block(a.gradients, g, a.cut, turns);
 }

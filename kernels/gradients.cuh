@@ -99,36 +99,40 @@ __device__ inline double weight_of(const BackwardArguments& a, Offset parameter)
     return a.weight.get(parameter, 1.0, a.weight_offset);
 }
 
-// Coefficients of a channel from the sums of weight times dy over its statistic.
+// Coefficients from the sums of weight times dy over a statistic: mean + residual, and inv_std.
+__device__ inline Coefficients combine(
+    const BackwardArguments& a, Accumulator mean, double residual, double inv_std, double weight,
+    const Sums& weighted
+) {
+    const double slope =
+        -(inv_std * inv_std) * (weighted.dy_xmu * inv_std / a.count);  // nothing overflows
+    double offset = 0.0;
+    if (a.centered)
+        offset = -inv_std * (weighted.dy / a.count) - times_residual(residual, slope);
+    return {mean, static_cast<Accumulator>(inv_std * weight), static_cast<Accumulator>(slope),
+            static_cast<Accumulator>(offset)};
+}
+
+// Those of a channel.
 __device__ inline Coefficients combine(
     const BackwardArguments& a, Offset channel, Offset parameter, const Sums& weighted
 ) {
-    const double r = inv_std_of(a, channel);
-    const double scale = SPANS ? r : r * weight_of(a, parameter);
-    const double slope = -(r * r) * (weighted.dy_xmu * r / a.count);  // nothing overflows
-    double offset = 0.0;
-    if (a.centered)
-        offset = -r * (weighted.dy / a.count) - times_residual(residual_of(a, channel), slope);
-    return {mean_of(a, channel), static_cast<Accumulator>(scale),
-            static_cast<Accumulator>(slope), static_cast<Accumulator>(offset)};
+    return combine(a, mean_of(a, channel), residual_of(a, channel), inv_std_of(a, channel),
+                   SPANS ? 1.0 : weight_of(a, parameter), weighted);
 }
 
 __device__ inline void gradient_tile(
-    const BackwardArguments& a, const Work& work, const Tile& tile, const Vector (&dy)[TILE],
-    const Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS]
+    const BackwardArguments& a, const Tile& tile, const Vector (&dy)[TILE],
+    const Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS],
+    const Accumulator (&weight)[TILE][WIDTH]
 ) {
     #pragma unroll
     for (int i = 0; i < TILE; ++i) {
-        Accumulator weight[WIDTH];
-        if (SPANS) {
-            spread(a.weight, a.geometry, first_parameter(work, a.geometry), tile.access[i],
-                   1.0, a.weight_offset, weight);
-        }
         Vector result;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
             const Coefficients& c = coefficients[COLUMNS ? lane : 0];
-            const Accumulator scale = SPANS ? c.scale * weight[lane] : c.scale;
+            const Accumulator scale = SPANS ? c.scale * weight[i][lane] : c.scale;
             const Accumulator rest = (widen(x[i].lane[lane]) - c.mean) * c.slope + c.offset;
             result.lane[lane] = narrow(widen(dy[i].lane[lane]) * scale + rest);
         }
@@ -136,18 +140,29 @@ __device__ inline void gradient_tile(
     }
 }
 
-// dx of all that a group of threads holds: of the last tile, which is in registers, and of those
-// before, which are on the shelf.
-__device__ inline void gradient_of_held(
-    const BackwardArguments& a, const Work& work, const Shelf& shelf, int last, const Tile& tile,
-    Vector (&dy)[TILE], Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS]
+// Weights of a tile, where parameters change within runs.
+__device__ inline void read_weights(
+    const BackwardArguments& a, const Work& work, const Tile& tile,
+    Accumulator (&weight)[TILE][WIDTH]
 ) {
-    gradient_tile(a, work, tile, dy, x, coefficients);
+    if (SPANS) spread(a.weight, a.geometry, work, tile, 1.0, a.weight_offset, weight);
+}
+
+// dx of all that a group of threads holds: of the last tile, which is in registers, and of those
+// before, which are on the shelf from `first` on.
+__device__ inline void gradient_of_held(
+    const BackwardArguments& a, const Work& work, const Shelf& shelf, int first, int last,
+    const Tile& tile, Vector (&dy)[TILE], Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS],
+    const Accumulator (&weight)[TILE][WIDTH]
+) {
+    gradient_tile(a, tile, dy, x, coefficients, weight);
     Cursor cursor(a.geometry, a.cut, work);
     for (int n = 0; n < last; ++n) {
         const Tile held(cursor);
-        shelf.get(n, 0, dy, 2);
-        shelf.get(n, 1, x, 2);
-        gradient_tile(a, work, held, dy, x, coefficients);
+        Accumulator weights[TILE][WIDTH];
+        shelf.get(first + n, 0, dy, 2);
+        shelf.get(first + n, 1, x, 2);
+        read_weights(a, work, held, weights);
+        gradient_tile(a, held, dy, x, coefficients, weights);
     }
 }

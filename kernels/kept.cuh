@@ -4,24 +4,28 @@
 
 #include "reduce.cuh"
 
-// What threads keep: PLANES numbers for each of their elements, in planes of one number a thread,
-// so that neighbouring threads are neighbours in shared memory.
+// Numbers that are kept of an access: one of each element, or of all if they share a parameter.
+constexpr int KEPT = SPANS == 2 ? WIDTH : 1;
+
+// What threads keep: PLANES times KEPT numbers of each of their accesses, one after another, in
+// planes of one number a thread, so that neighbouring threads are neighbours in shared memory.
 template <int PLANES> struct Kept {
     Accumulator* place;
-    int slots;  // accesses of a thread
-
     __device__ Accumulator& at(int k, int slot, int lane, int thread) const {
-        return place[((k * slots + slot) * WIDTH + lane) * THREADS + thread];
+        return place[((slot * PLANES + k) * KEPT + lane % KEPT) * THREADS + thread];
     }
 
-    __device__ void clear() const {
-        for (int i = 0; i < PLANES * slots * WIDTH; ++i) place[i * THREADS + threadIdx.x] = 0;
+    // The address after a number of accesses of every thread.
+    __device__ Accumulator* after(int slots) const { return &at(0, slots, 0, 0); }
+
+    __device__ void clear(int slots) const {
+        for (int i = 0; i < PLANES * slots * KEPT; ++i) place[i * THREADS + threadIdx.x] = 0;
     }
 
-    // Those of an element of the part, from all groups of the block, in order.
-    __device__ Totals<PLANES> total(Offset element) const {
-        const Offset access = element / WIDTH;
-        const int lane = static_cast<int>(element % WIDTH);
+    // Those of one of the part's numbers, from all groups of the block, in order.
+    __device__ Totals<PLANES> total(Offset number) const {
+        const Offset access = number / KEPT;
+        const int lane = static_cast<int>(number % KEPT);
         const int slot = static_cast<int>(access / GROUP);
         Totals<PLANES> totals = {};
         for (int thread = access % GROUP; thread < THREADS; thread += GROUP) {
@@ -31,32 +35,32 @@ template <int PLANES> struct Kept {
         return totals;
     }
 
-    // Writes the parameters' gradients of a block of samples, for a part of row `index` of each:
+    // Writes the parameters' gradients of a block of samples, for a part of a row of each:
     // gradients[block][plane][parameter]. All threads of the block call it.
     __device__ void write_block(
-        Accumulator* gradients, const Geometry& g, const Cut& cut, Offset part, Offset index,
-        Offset block
+        Accumulator* gradients, const Geometry& g, const Cut& cut, const Turns& turns
     ) const {
         __syncthreads();
         // The elements of the part and the parameters that they have.
         const Offset span = static_cast<Offset>(g.span), inner = static_cast<Offset>(g.inner);
-        const Offset first = part * static_cast<Offset>(cut.share) * WIDTH;
+        const Offset first = turns.part * static_cast<Offset>(cut.share) * WIDTH;
         if (first >= inner) return;
         const Offset rest = inner - first, most = static_cast<Offset>(cut.share) * WIDTH;
         const Offset elements = rest < most ? rest : most;
         const Offset of_sample = static_cast<Offset>(g.group) * (inner / span);
         Accumulator* const target =
-            gradients + PLANES * block * of_sample + index * (inner / span) + first / span;
-        if (span < 32) {  // a thread a parameter
+            gradients + PLANES * turns.block * of_sample + turns.index * (inner / span) + first / span;
+        const Offset each = span * KEPT / WIDTH;  // numbers of a parameter
+        if (each < 32) {  // a thread a parameter
             for (Offset p = threadIdx.x; p < elements / span; p += THREADS) {
                 Totals<PLANES> totals = {};
-                for (Offset i = p * span; i < (p + 1) * span; ++i) totals.merge(total(i));
+                for (Offset i = p * each; i < (p + 1) * each; ++i) totals.merge(total(i));
                 put(target + p, of_sample, totals);
             }
         } else {  // a warp a parameter
             for (Offset p = threadIdx.x / 32; p < elements / span; p += WARPS) {
                 Totals<PLANES> totals = {};
-                for (Offset i = p * span + threadIdx.x % 32; i < (p + 1) * span; i += 32)
+                for (Offset i = p * each + threadIdx.x % 32; i < (p + 1) * each; i += 32)
                     totals.merge(total(i));
                 reduce_lanes(totals);
                 if (threadIdx.x % 32 == 0) put(target + p, of_sample, totals);

@@ -135,10 +135,10 @@ class Cursor {
                               - static_cast<Signed>(number);
             left = left < rest ? left : rest;
             if (work.positions == 0) left = 0;
-            run = work.base + number / windows * pitch;
-            window = number % windows;
-            step = DEEP / windows * pitch;
-            step_window = DEEP % windows;
+            run = SPANS ? work.base : work.base + number / windows * pitch;  // a row is one run
+            window = SPANS ? number : number % windows;
+            step = SPANS ? 0 : DEEP / windows * pitch;
+            step_window = SPANS ? DEEP : DEEP % windows;
             shift = static_cast<Offset>(cut.shift);
         }
     }
@@ -157,7 +157,7 @@ class Cursor {
             access.offset = run + access.first;
             run += step;
             window += step_window;
-            if (window >= windows) {
+            if (!SPANS && window >= windows) {
                 window -= windows;
                 run += pitch;
             }
@@ -202,7 +202,7 @@ struct Shelf {
 
     // Begins to fill it; `wait_for_copies` ends that.
     __device__ void fetch(
-        const Tile& tile, const Element* x, long long number, int input, int inputs
+        const Tile& tile, const Element* x, int number, int input, int inputs
     ) const {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
@@ -210,13 +210,13 @@ struct Shelf {
                 x, place + ((number * inputs + input) * TILE + i) * THREADS + threadIdx.x);
     }
 
-    __device__ void put(long long tile, int input, const Vector (&values)[TILE], int inputs) {
+    __device__ void put(int tile, int input, const Vector (&values)[TILE], int inputs) {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
             place[((tile * inputs + input) * TILE + i) * THREADS + threadIdx.x] = values[i];
     }
 
-    __device__ void get(long long tile, int input, Vector (&values)[TILE], int inputs) const {
+    __device__ void get(int tile, int input, Vector (&values)[TILE], int inputs) const {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
             values[i] = place[((tile * inputs + input) * TILE + i) * THREADS + threadIdx.x];
@@ -242,6 +242,30 @@ template <class Fetch> __device__ inline void fetch_next(int n, int number, Fetc
     end_group_of_copies();
 }
 
+// Which rows a group of threads takes, one after another: a part of row `index` of each of a
+// block of samples. Blocks are numbered by part, then row of a sample, then block of samples.
+// All groups of a block take as many turns: barriers and shuffles are for all of them.
+struct Turns {
+    Offset part, index, block, first, end;
+
+    static constexpr Offset step = THREADS / GROUP;
+
+    __device__ Turns(const Geometry& g, const Cut& cut, long long samples) {
+        const Offset parts = static_cast<Offset>(cut.parts), group = static_cast<Offset>(g.group);
+        const Offset size = static_cast<Offset>(samples), batch = static_cast<Offset>(g.batch);
+        part = blockIdx.x % parts;
+        index = blockIdx.x / parts % group;
+        block = blockIdx.x / parts / group;
+        first = block * size;
+        end = (block + 1) * size < batch ? (block + 1) * size : batch;
+    }
+
+    __device__ Work work(const Geometry& g, Offset turn) const {
+        const Offset sample = turn + threadIdx.x / GROUP;
+        return Work(g, sample, index, part, sample < end);
+    }
+};
+
 // The first parameter of a run in which they change.
 __device__ inline Offset first_parameter(const Work& work, const Geometry& g) {
     return SPANS ? work.parameter * (static_cast<Offset>(g.inner) / static_cast<Offset>(g.span))
@@ -254,7 +278,7 @@ __device__ inline void spread(
     const Parameter& parameter, const Geometry& g, Offset first, const Access& access,
     double absent, double offset, Accumulator (&numbers)[WIDTH]
 ) {
-    const Signed span = static_cast<Signed>(g.span);
+    const Offset span = static_cast<Offset>(g.span);
     if (SPANS == 2 && span == 1 && access.valid) {
         parameter.get(first + access.first, absent, offset, numbers);
         return;
@@ -263,9 +287,20 @@ __device__ inline void spread(
     #pragma unroll
     for (int lane = 0; lane < WIDTH; ++lane) {
         if (SPANS == 2 || lane == 0) {
-            number = access.has(lane) ? static_cast<Accumulator>(parameter.get(
-                first + (access.first + lane) / span, absent, offset)) : Accumulator(0);
+            number = access.has(lane) ? parameter.get_shared(
+                first + static_cast<Offset>(access.first + lane) / span, absent, offset
+            ) : Accumulator(0);
         }
         numbers[lane] = number;
     }
+}
+
+// Those of a tile.
+__device__ inline void spread(
+    const Parameter& parameter, const Geometry& g, const Work& work, const Tile& tile,
+    double absent, double offset, Accumulator (&numbers)[TILE][WIDTH]
+) {
+    #pragma unroll
+    for (int i = 0; i < TILE; ++i)
+        spread(parameter, g, first_parameter(work, g), tile.access[i], absent, offset, numbers[i]);
 }

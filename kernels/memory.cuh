@@ -89,10 +89,20 @@ template <class T> __device__ inline void write(T* place, const T& value) {
     __stcs(reinterpret_cast<W*>(place), bits<W>(value));
 }
 
-__device__ inline double to_double(double value) { return value; }
-__device__ inline double to_double(float value) { return value; }
-__device__ inline double to_double(__half value) { return __half2float(value); }
-__device__ inline double to_double(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ inline double to_number(double value) { return value; }
+__device__ inline float to_number(float value) { return value; }
+__device__ inline float to_number(__half value) { return __half2float(value); }
+__device__ inline float to_number(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+// A parameter plus an offset, rounded as their sum: what the accumulator type takes from the
+// offset is made up for.
+template <class T> __device__ inline Accumulator shifted(T number, double offset) {
+    if constexpr (sizeof(T) > sizeof(Accumulator))
+        return static_cast<Accumulator>(number + offset);
+    const Accumulator high = static_cast<Accumulator>(offset);
+    return (static_cast<Accumulator>(to_number(number)) + high)
+         + static_cast<Accumulator>(offset - static_cast<double>(high));
+}
 
 // WIDTH numbers from an address that is aligned to as many, or to 16 bytes.
 template <class T> __device__ inline void read_numbers(
@@ -105,7 +115,7 @@ template <class T> __device__ inline void read_numbers(
         const Part part = read_shared(reinterpret_cast<const Part*>(place + i));
         #pragma unroll
         for (int j = 0; j < each; ++j)
-            numbers[i + j] = static_cast<Accumulator>(to_double(part.number[j]) + offset);
+            numbers[i + j] = shifted(part.number[j], offset);
     }
 }
 
@@ -120,8 +130,17 @@ struct Parameter {
         if (data == nullptr) return absent;
         if (kind == 0) return read(as<float>() + i) + offset;
         if (kind == 1) return read(as<double>() + i) + offset;
-        if (kind == 2) return to_double(read(as<__half>() + i)) + offset;
-        return to_double(read(as<__nv_bfloat16>() + i)) + offset;
+        if (kind == 2) return to_number(read(as<__half>() + i)) + offset;
+        return to_number(read(as<__nv_bfloat16>() + i)) + offset;
+    }
+
+    // The same, if neighbouring threads read it too.
+    __device__ Accumulator get_shared(Offset i, double absent, double offset) const {
+        if (data == nullptr) return static_cast<Accumulator>(absent);
+        if (kind == 0) return shifted(read_shared(as<float>() + i), offset);
+        if (kind == 1) return shifted(read_shared(as<double>() + i), offset);
+        if (kind == 2) return shifted(read_shared(as<__half>() + i), offset);
+        return shifted(read_shared(as<__nv_bfloat16>() + i), offset);
     }
 
     // WIDTH neighbouring ones, the first of which is aligned, plus an offset.

@@ -50,10 +50,11 @@ template <class P> __device__ inline void reduce_warp(P (&values)[STATISTICS]) {
     }
 }
 
-// Over all lanes of a warp: lane 0 holds the result.
-template <class P> __device__ inline void reduce_lanes(P& value) {
+// Over the first NUMBER lanes of a warp, a power of two: lane 0 holds the result.
+template <int NUMBER = 32, class P> __device__ inline void reduce_lanes(P& value) {
     #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) value.merge(value.down(offset, 32));
+    for (int offset = NUMBER / 2; offset > 0; offset /= 2)
+        value.merge(value.down(offset, NUMBER));
 }
 
 // What a block folds its warps' results in.
@@ -168,11 +169,49 @@ template <class C, class Find> __device__ inline void distribute(
     take(mine, all);
 }
 
+// Where a block's threads, or those of a cluster, meet before they fold again.
+__device__ inline void meet() {
+    if (CLUSTER > 1) cluster_wait();
+    else if (GROUP == THREADS) __syncthreads();
+}
+
+// `fold` for a block that has one statistic. Every warp folds the totals of all for itself, so one
+// barrier is enough, and one of the cluster.
+template <class P, class C, class Weigh, class Finish> __device__ inline void fold_run(
+    P (&values)[STATISTICS], C (&mine)[STATISTICS], unsigned char* shared, Weigh weigh,
+    Finish finish
+) {
+    auto& folds = *reinterpret_cast<Folds<P>*>(shared);
+    static_assert(sizeof(folds) <= HEADER || GROUP < THREADS, "room for the warps' results");
+    const int lane = threadIdx.x % 32;
+    reduce_warp(values);
+    if (lane == 0) folds.partials[threadIdx.x / 32] = values[0];
+    __syncthreads();
+    P total = {};
+    if (lane < WARPS) total = folds.partials[lane];
+    reduce_lanes<WARPS>(total);
+#if CLUSTER > 1
+    if (threadIdx.x == 0) folds.totals[0] = total;
+    cluster_arrive();
+    cluster_wait();
+    total = {};
+    if (lane < CLUSTER)
+        total = *static_cast<P*>(
+            __cluster_map_shared_rank(folds.totals, static_cast<unsigned>(lane)));
+    reduce_lanes<CLUSTER>(total);
+    cluster_arrive();
+#endif
+    C found = {};
+    if (lane == 0) found = finish(0, total, weigh(0, total), threadIdx.x == 0);
+    mine[0] = found.from_lane_0();
+}
+
 // Makes of the threads' values the coefficients that each of them needs. `weigh(position,
-// total)` is what the total of a channel adds to its statistic; `finish(position, total, all)`
-// turns that total, and that of the statistic, into coefficients; one thread of each block calls
-// them. The blocks of a cluster read each other's totals, so each waits at its end
-// (`cluster_wait`) until all have read.
+// total)` is what the total of a channel adds to its statistic; `finish(position, total, all,
+// first)` turns that total, and that of the statistic, into coefficients, and `first` is true for
+// one of the threads of a block that call it. The blocks of a cluster read each other's totals,
+// so each waits at its end (`cluster_wait`) until all have read. Before a block folds again, all
+// of its threads have met.
 template <class P, class C, class Weigh, class Finish> __device__ inline void fold(
     P (&values)[STATISTICS], C (&mine)[STATISTICS], unsigned char* shared, const Work& work,
     const Geometry& g, Weigh weigh, Finish finish
@@ -181,8 +220,12 @@ template <class P, class C, class Weigh, class Finish> __device__ inline void fo
         reduce_warp(values);
         C found = {};
         if (threadIdx.x % GROUP == 0 && work.positions)
-            found = finish(0, values[0], weigh(0, values[0]));
+            found = finish(0, values[0], weigh(0, values[0]), true);
         mine[0] = found.from_lane_0();
+        return;
+    }
+    if (!COLUMNS) {
+        fold_run(values, mine, shared, weigh, finish);
         return;
     }
     auto& header = *reinterpret_cast<Header<P, C>*>(shared);
@@ -206,7 +249,7 @@ template <class P, class C, class Weigh, class Finish> __device__ inline void fo
         } else {
             all = weigh(p, total);
         }
-        header.coefficients[p] = finish(p, total, all);
+        header.coefficients[p] = finish(p, total, all, true);
     }
     cluster_arrive();
     __syncthreads();

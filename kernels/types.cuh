@@ -16,6 +16,7 @@
 //   MERGED       1: neighbouring channels, `members` of them, share a statistic
 //   SPANS        parameters of runs: 0: one a run, of its channel; 1: they change between
 //                accesses; 2: within them
+//   SHELVES      2: a group that takes rows in turns has room for the next; 1: it has not
 #pragma once
 
 #include <cuda_bf16.h>

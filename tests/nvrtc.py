@@ -60,6 +60,7 @@ LAYOUTS = {
     "rows, part of a warp": (row_norm_geometry((131072, 128), 1), _PLAIN),
     "rows, block": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, cluster": (row_norm_geometry((64, 81920), 1), _PLAIN),
+    "rows, alone": (row_norm_geometry((64, 163840), 1), _PLAIN),
     "rows, stream": (row_norm_geometry((2, 1 << 22), 1), _PLAIN),
     "rows, odd": (row_norm_geometry((1024, 12321), 1), _PLAIN),
     "rows, spans": (group_norm_geometry((128, 256, 784), 1, 32), _PLAIN),
@@ -181,7 +182,7 @@ def disassemble(cubin):
 def accesses(code):
     """How often the instructions of a kernel access memory, by kind and width in bits."""
     counts = {}
-    for kind, modifiers in re.findall(r"\b(LDG|STG|LDL|STL)((?:\.\w+)*)", code):
+    for kind, modifiers in re.findall(r"\b(LDGSTS|LDG|STG|LDL|STL)((?:\.\w+)*)", code):
         width = re.search(r"\.(64|128|U16|U8)\b", modifiers)
         bits = {"U16": "16", "U8": "8"}.get(width[1], width[1]) if width else "32"
         key = kind if kind in ("LDL", "STL") else f"{kind}.{bits}"
@@ -191,7 +192,7 @@ def accesses(code):
 
 #: By operands.
 FILES = {
-    1: ("statistics.cu", "transform.cu"),
+    1: ("statistics.cu", "transform.cu", "normalize_rows.cu"),
     2: ("backward.cu", "rows.cu"),
     3: ("double_backward.cu", "double_rows.cu"),
 }
@@ -207,19 +208,17 @@ def files_of(layout, operands):
     """The files of kernels that a layout has a use for of its own."""
     if operands == 3 and layout not in DOUBLE:
         return []
-    if not layout.startswith("rows"):
-        return [file for file in FILES[operands] if not file.endswith("rows.cu")]
-    if layout == "rows, stream":
+    if layout in ("rows, stream", "rows, alone"):
         return FILES[operands]
-    return [file for file in FILES[operands] if file not in ("statistics.cu", "backward.cu",
-                                                             "double_backward.cu")]  # fmt: skip
+    rows = layout.startswith("rows")
+    return [file for file in FILES[operands] if file.endswith("rows.cu") == rows]
 
 
 def main():
     """Markdown: registers of every kernel for an architecture (90 if none is given)."""
     architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    names = ("moments", "transform", "normalize", "reduce", "input_gradient", "backward",
-             "backward_rows", "double_reduce", "double_transform", "double_backward",
+    names = ("moments", "transform", "normalize", "normalize_rows", "reduce", "input_gradient",
+             "backward", "backward_rows", "double_reduce", "double_transform", "double_backward",
              "double_backward_rows")  # fmt: skip
     print(f"sm_{architecture}, NVRTC 13: registers for float16, bfloat16, float32, float64\n")
     print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * (1 + len(names))}|")

@@ -34,8 +34,8 @@ MUTANTS = {
     "swapped stride": (
         "test_candidate and block",
         "layout.cuh",
-        "step = DEEP / windows * pitch",
-        "step = DEEP / windows * inner",
+        "DEEP / windows * pitch",
+        "DEEP / windows * inner",
     ),
     "shift of unaligned arrays forgotten": (
         "test_unaligned_arrays and block",
@@ -70,8 +70,14 @@ MUTANTS = {
     "lost barrier of the cluster": (
         "test_candidate and cluster",
         "reduce.cuh",
-        "    cluster_arrive();\n    cluster_wait();\n",
-        "",
+        "header.folds);\n    cluster_arrive();\n    cluster_wait();\n",
+        "header.folds);\n",
+    ),
+    "lost barrier of a cluster that has one statistic": (
+        "test_candidate and cluster",
+        "reduce.cuh",
+        "totals[0] = total;\n    cluster_arrive();\n    cluster_wait();\n",
+        "totals[0] = total;\n",
     ),
     "a block of a cluster leaves early": (
         "test_candidate and cluster",
@@ -123,7 +129,7 @@ MUTANTS = {
     ),
     "residual of the mean forgotten": (
         "mean_much_larger",
-        "transform.cu",
+        "transform.cuh",
         " - times_residual(residual, scale);",
         ";",
     ),
@@ -135,7 +141,7 @@ MUTANTS = {
     ),
     "running statistics updated by every part": (
         "running_statistics_of_every_type and cluster",
-        "transform.cu",
+        "transform.cuh",
         "    if (first) {\n        a.running_mean",
         "    {\n        a.running_mean",
     ),
@@ -183,13 +189,13 @@ MUTANTS = {
     ),
     "a sample twice": (
         "test_samples_in_blocks and block",
-        "rows.cu",
-        "turn += THREADS / GROUP",
-        "turn += (THREADS / GROUP + 1) / 2 - (turn > block * size)",
+        "layout.cuh",
+        "first = block * size;",
+        "first = block > 0 ? block * size - 1 : 0;",
     ),
     "the last sample left out": (
         "test_samples_in_blocks and warp",
-        "rows.cu",
+        "layout.cuh",
         "(block + 1) * size : batch;",
         "(block + 1) * size : batch - 1;",
     ),
@@ -208,8 +214,8 @@ MUTANTS = {
     "gradients of one tile for all": (
         "test_candidate_of_norms and block",
         "rows.cu",
-        "kept, n * TILE, tile",
-        "kept, 0, tile",
+        "kept.at(0, n * TILE + i, lane",
+        "kept.at(0, i, lane",
     ),
     "a warp's terms left out": (
         "test_candidate_of_norms and block and instance",
@@ -242,16 +248,40 @@ MUTANTS = {
         "i, lane",
     ),
     "lost barrier between rows": (
-        "test_double_backward_of_rows and stream",
-        "double_rows.cu",
-        "if (GROUP == THREADS) __syncthreads();",
+        "test_candidate_of_norms and block and layer",
+        "reduce.cuh",
+        "else if (GROUP == THREADS) __syncthreads();",
         "",
+    ),
+    "the next row where this one is": (
+        "test_candidate_of_norms and block and layer",
+        "normalize_rows.cu",
+        "fetch(turn + turns.step, tiles - row);",
+        "fetch(turn + turns.step, row);",
+    ),
+    "a row that nobody waited for": (
+        "test_candidate_of_norms and block and layer",
+        "normalize_rows.cu",
+        "wait_for_copies<1>();",
+        "wait_for_copies<2>();",
+    ),
+    "a row without room for the next that nobody waited for": (
+        "test_rows_without_room_for_the_next",
+        "rows.cu",
+        "wait_for_copies<SHELVES == 2>();",
+        "wait_for_copies<1>();",
+    ),
+    "gradients over rows that are still needed": (
+        "test_candidate_of_norms and block and layer",
+        "rows.cu",
+        "    __syncthreads();  // the rows that were",
+        "    // the rows that were",
     ),
     "statistics about the mean after all": (
         "test_candidate_of_norms and RMS",
         "moments.cuh",
-        "const Accumulator correction = centered ? ",
-        "const Accumulator correction = true ? ",
+        "const double correction = centered ? ",
+        "const double correction = true ? ",
     ),
 }
 

@@ -161,9 +161,9 @@ def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
         (row_norm_geometry((16384, 4096), 1), np.float16, "block", "block"),
         (row_norm_geometry((8192, 8192), 1), np.float16, "block", "block"),
         (row_norm_geometry((1024, 12288), 1), np.float16, "block", "cluster"),
-        (row_norm_geometry((64, 200_704), 1), np.float32, "cluster", "stream"),
-        (group_norm_geometry((128, 256, 28, 28), 1, 32), np.float32, "block", "block"),
-        (group_norm_geometry((256, 512, 56, 56), 1, 32), np.float32, "cluster", "cluster"),
+        (row_norm_geometry((64, 200_704), 1), np.float32, "whole_cluster", "stream"),
+        (group_norm_geometry((128, 256, 28, 28), 1, 32), np.float32, "block", "cluster"),
+        (group_norm_geometry((256, 512, 56, 56), 1, 32), np.float32, "cluster", "whole_cluster"),
         (group_norm_geometry((128, 28, 28, 256), 3, 32), np.float32, "block", "cluster"),
         (group_norm_geometry((256, 56, 56, 512), 3, 32), np.float16, "cluster", "cluster"),
         (group_norm_geometry((32, 64, 128, 128), 1, 64), np.float32, "block", "block"),
@@ -174,6 +174,19 @@ def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
 def test_choice_of_norms_on_an_h200(geometry, dtype, forward, backward):
     made = [launch.plan(geometry, np.dtype(dtype), n, WHOLE, H200).name for n in (1, 2)]
     assert made == [forward, backward]
+
+
+def test_room_for_the_next_row():
+    """Where it fits; what is alone on its multiprocessor does without, before it is read twice."""
+
+    def shelves(length, device):
+        made = launch.plan(row_norm_geometry((600, length), 1), DTYPES[2], 1, WHOLE, device)
+        return made.name, options(made)["SHELVES"]
+
+    assert shelves(196_608, H200) == ("whole_cluster", 2)
+    assert shelves(262_144, H200) == ("whole_cluster", 1)
+    assert shelves(16_384, A100) == ("whole_block", 2)
+    assert shelves(32_768, A100) == ("whole_block", 1)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: str(d.compute_capability))

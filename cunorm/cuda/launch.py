@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
@@ -113,8 +114,8 @@ class LaunchPlan(NamedTuple):
     parts: int  # of a channel, or of a row
     packed: bytes  # Geometry and Cut, as the kernels take them
     rows: bool  # statistics are runs in which parameters change
-    samples: int  # that a block takes one after another; 0 unless for gradients of rows
-    sample_blocks: int  # that all samples are; 1 unless for gradients of rows
+    samples: int  # that a block takes one after another; 0 unless it takes rows in turns
+    sample_blocks: int  # that all samples are; 1 unless rows are taken in turns
 
 
 class _Access(NamedTuple):
@@ -198,9 +199,13 @@ def _canonical(geometry: Geometry) -> tuple[Geometry, int]:
 
 def _tile(p: _Problem) -> int:
     tile = _TILES[p.access.width * p.itemsize]
-    # More of 8 elements would take more than 128 registers, for two inputs or where each
-    # of the elements has statistics or parameters of its own.
-    many = p.access.width == 8 and (p.operands == 2 or p.geometry.inner == 1 or p.span > 0)
+    # More would take more than 128 registers: of 8 elements, for two inputs or where each has
+    # statistics or parameters of its own, or may be none of the run's; of rows, of single
+    # elements and, for gradients of their parameters, of two wide inputs.
+    many = p.access.width == 8 and (
+        p.operands == 2 or p.geometry.inner == 1 or p.span > 0 or not p.access.aligned
+    )
+    many |= p.span > 0 and (p.access.width == 1 or (p.operands == 2 and p.itemsize >= 4))
     if p.operands == 3:
         return max(1, tile // 4 if p.access.width == 8 else tile // 2)
     return tile // 2 if many else tile
@@ -225,11 +230,11 @@ def _unit(p: _Problem) -> int:
 
 def _built(
     p: _Problem, name: str, *, resident: bool, threads: int, group: int, across: int,
-    share: int, parts: int, cluster: int, at_once: int,
+    share: int, parts: int, cluster: int, shelves: int = 2,
 ) -> LaunchPlan:  # fmt: skip
     """The plan whose groups of `group` threads take `share` accesses (columns: rows).
 
-    Of its blocks, `at_once` fit a multiprocessor.
+    Rows that are taken in turns have so many shelves.
     """
     batch, _, number, inner, members, _ = p.geometry
     columns = inner == 1
@@ -247,11 +252,19 @@ def _built(
     tile_elements = tile * threads * width
     kept = (tiles - 1) * tile_elements * p.itemsize * p.operands if resident else 0
     samples, sample_blocks = 0, 1
-    if _gradients(p):
-        planes = 2 if p.operands == 2 else 1
-        kept += planes * tiles * tile_elements * max(4, p.itemsize)
+    if p.span > 0 and (p.operands > 1 or (resident and shelves == 2)):  # rows in turns
+        # Of gradients, a number of each element, or of each access whose elements share parameters.
+        gradients = tile * threads * (width if _spans(p) == 2 else 1) * max(4, p.itemsize)
+        if p.operands < 3:
+            kept = shelves * tiles * tile_elements * p.itemsize * p.operands
+        if p.operands == 2:  # those of the last tiles lie where rows were, in the end
+            kept = max(kept, 2 * gradients) + 2 * (tiles - 1) * gradients
+        elif p.operands == 3:
+            kept += tiles * gradients
         turn = threads // group  # samples that a block takes at a time
         # As many blocks as run at the same time, and no more: each has much to do.
+        room = p.device.shared_per_multiprocessor // (header + kept + _RESERVED_SHARED)
+        at_once = max(1, min(_MOST_THREADS_ALONE // threads, room))
         wanted = max(1, at_once * p.device.multiprocessors // (number * parts))
         samples = _ceil_div(batch, min(wanted, _ceil_div(batch, turn)))
         samples = min(_ceil_div(samples, turn), _MOST_SAMPLES) * turn
@@ -279,6 +292,7 @@ def _built(
         "HEADER": header,
         "MERGED": int(resident and members > 1),
         "SPANS": _spans(p),
+        "SHELVES": shelves,
     }
     return LaunchPlan(
         name=name,
@@ -328,7 +342,7 @@ def _warp(p: _Problem) -> LaunchPlan | str:
     group = max(8, _power_of_two(_ceil_div(number, _tile(p))))
     return _built(
         p, "warp", resident=True, threads=128, group=group, across=1, share=number, parts=1,
-        cluster=1, at_once=4,
+        cluster=1,
     )  # fmt: skip
 
 
@@ -344,11 +358,11 @@ def _across(p: _Problem, row_bytes: int, resident: bool) -> int:
 
 
 def _resident(
-    p: _Problem, name: str, cluster: int, row_bytes: int, alone: bool
+    p: _Problem, name: str, cluster: int, row_bytes: int, alone: bool, shelves: int = 2
 ) -> LaunchPlan | str:
     """Blocks, or clusters of them, that hold whole statistics.
 
-    They are `alone` on a multiprocessor, or two share it.
+    They are `alone` on a multiprocessor, or two share it. Rows have so many shelves.
     """
     refusal = _no_residence(p)
     if refusal is not None:
@@ -364,7 +378,7 @@ def _resident(
     threads = max(_LEAST_THREADS, min(most, threads))
     built = _built(
         p, name, resident=True, threads=threads, group=threads, across=across,
-        share=share, parts=cluster, cluster=cluster, at_once=1 if alone else 2,
+        share=share, parts=cluster, cluster=cluster, shelves=shelves,
     )  # fmt: skip
     if built.shared > limit:
         return f"needs {built.shared} bytes of shared memory a block; {limit} are to be had"
@@ -378,6 +392,11 @@ def _resident(
     return built
 
 
+def _shelves(p: _Problem, alone: bool) -> tuple[int, ...]:
+    """How many shelves to try; where there is no room for two, a row is still read once."""
+    return (2, 1) if alone and p.span > 0 and p.operands < 3 else (2,)
+
+
 def _block(p: _Problem) -> LaunchPlan | str:
     """A block holds its statistics, and two blocks fit a multiprocessor."""
     return _resident(p, "block", 1, _ROW_BYTES, alone=False)
@@ -385,21 +404,25 @@ def _block(p: _Problem) -> LaunchPlan | str:
 
 def _whole_block(p: _Problem) -> LaunchPlan | str:
     """A block holds its statistics with all shared memory of a multiprocessor."""
-    return _resident(p, "whole_block", 1, _LEAST_ROW_BYTES, alone=True)
+    for shelves in _shelves(p, alone=True):
+        built = _resident(p, "whole_block", 1, _LEAST_ROW_BYTES, True, shelves)
+        if isinstance(built, LaunchPlan):
+            break
+    return built
 
 
 def _of_clusters(p: _Problem, name: str, alone: bool) -> LaunchPlan | str:
     if p.device.compute_capability < 90:
         return "clusters need compute capability 9.0"
     refusal = "a cluster needs two multiprocessors"
-    for row_bytes in (_ROW_BYTES, _LEAST_ROW_BYTES):
-        for cluster in _CLUSTERS:
-            if cluster > p.device.multiprocessors:
-                break
-            built = _resident(p, name, cluster, row_bytes, alone)
-            if isinstance(built, LaunchPlan):
-                return built
-            refusal = f"clusters of {cluster}: {built}"
+    lines = (_ROW_BYTES, _LEAST_ROW_BYTES)
+    for shelves, row_bytes, cluster in product(_shelves(p, alone=alone), lines, _CLUSTERS):
+        if cluster > p.device.multiprocessors:
+            continue
+        built = _resident(p, name, cluster, row_bytes, alone, shelves)
+        if isinstance(built, LaunchPlan):
+            return built
+        refusal = f"clusters of {cluster}: {built}"
     return refusal
 
 
@@ -445,7 +468,7 @@ def _stream(p: _Problem) -> LaunchPlan | str:
         share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     return _built(
         p, "stream", resident=False, threads=threads, group=threads, across=across,
-        share=min(share, number), parts=_ceil_div(number, share), cluster=1, at_once=2,
+        share=min(share, number), parts=_ceil_div(number, share), cluster=1,
     )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ from .statistics import (
 
 __all__ = ["infer", "normalize", "transform"]
 
-# TransformArguments in transform.cu, up to the geometry.
-_ARGUMENTS = struct.Struct("=7QQqQqQqQq4dq")
+# TransformArguments in transform.cuh, up to the geometry.
+_ARGUMENTS = struct.Struct("=7QQqQqQqQq4d2q")
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
@@ -41,7 +41,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
     plan = launch.sweep(geometry, x.dtype, 1, lie, source.device())
     arguments = _ARGUMENTS.pack(
         source_place, target, address(mean), address(residual), address(inv_std), 0, 0,
-        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, True,
+        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, True, 0,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
 
@@ -62,7 +62,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, 0, source.pointer(statistics),
         *parameter(weight), *parameter(bias), *parameter(running_mean), *parameter(running_var),
-        eps, 0.0, 0.0, 0.0, True,
+        eps, 0.0, 0.0, 0.0, True, 0,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
     return statistics
@@ -95,10 +95,11 @@ def normalize(
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, place + 4 * row, place,
         *parameter(weight), *parameter(bias), *parameter(mean), *parameter(var),
-        eps, scale, factor, weight_offset, centered,
+        eps, scale, factor, weight_offset, centered, plan.samples,
     )  # fmt: skip
     if plan.resident:
-        launch_cut("transform.cu", "normalize", plan, arguments)
+        in_turns = "normalize_rows.cu", "normalize_rows"
+        launch_cut(*(in_turns if plan.samples else ("transform.cu", "normalize")), plan, arguments)
     else:
         partial_moments(x, place + 4 * row, plan, centered)
         launch_channels(
@@ -108,7 +109,7 @@ def normalize(
         arguments = _ARGUMENTS.pack(
             source_place, target, place, place + 2 * row, place + row, 0, 0,
             *parameter(weight), *parameter(bias), *ABSENT, *ABSENT,
-            0.0, 0.0, 0.0, weight_offset, True,
+            0.0, 0.0, 0.0, weight_offset, True, 0,
         )  # fmt: skip
         launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)

@@ -33,7 +33,10 @@ DEVICE = Device(
 )
 
 #: Kernels that are launched in clusters.
-CLUSTERED = ("normalize", "backward", "backward_rows", "double_backward", "double_backward_rows")
+CLUSTERED = (
+    "normalize", "normalize_rows", "backward", "backward_rows", "double_backward",
+    "double_backward_rows",
+)  # fmt: skip
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "--param=asan-stack=0"]
