@@ -61,6 +61,7 @@ def test_eight_callers_at_once(threads):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX says so, if it is imported
 def test_forked_child(threads):
     """A child of a process whose pool has been at work computes the same bits with its own."""
     threads(2)
@@ -87,6 +88,7 @@ def test_forked_child(threads):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX says so, if it is imported
 def test_fork_while_others_compute(threads):
     threads(3)
     expected = workload(1)

@@ -12,6 +12,8 @@ That is what lets LLVM turn the loops around them into plain vector code.
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -614,3 +616,11 @@ def flat(array: np.ndarray) -> np.ndarray:
     if array.itemsize == 2:
         array = array.view(_UINT16 if array.dtype == _HALF else _INT16)
     return array if array.flags.writeable else np.asarray(_Writable(array))
+
+
+def flat_of(size: int, dtype: np.dtype) -> Any:
+    """`flat` for writable arrays of this size and dtype, without a step of Python."""
+    if dtype.itemsize != 2:
+        return np.ndarray.ravel
+    make: Any = np.ndarray  # of a size, a dtype and an array's memory
+    return partial(make, size, _UINT16 if dtype == _HALF else _INT16)

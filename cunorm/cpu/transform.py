@@ -21,6 +21,7 @@ from .elements import (
     dense,
     device_function,
     flat,
+    flat_of,
     flush,
     follow,
     joined,
@@ -370,15 +371,18 @@ class _Call(NamedTuple):
     statistics: tuple[int, int]  # shape
     dtype: np.dtype  # accumulator type
     nbytes: int  # of x and the output
+    flat: Any  # `elements.flat` for those of them that are writable
     kernel: Any = None
+    rows: bool = False  # whether it takes parameters as rows do
     tasks: int = 0
     numbers: Any = None
 
 
 def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
     """A call with so many rows of statistics, and no kernel yet."""
-    nbytes = 2 * geometry.size * dtype.itemsize
-    return _Call((rows, geometry.statistics), statistics_dtype(dtype), nbytes)
+    size = geometry.size
+    shape, nbytes = (rows, geometry.statistics), 2 * size * dtype.itemsize
+    return _Call(shape, statistics_dtype(dtype), nbytes, flat_of(size, dtype))
 
 
 @lru_cache(maxsize=1024)
@@ -396,7 +400,7 @@ def _given(geometry: Geometry, dtype: np.dtype) -> _Call:
         kernel, tasks = _transform_columns, cut.tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
     return _call(geometry, dtype, 3)._replace(
-        kernel=kernel, tasks=tasks, numbers=numbers(*arguments)
+        kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
 
 
@@ -416,12 +420,15 @@ def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int) ->
             return call
         kernel, tasks = _NORMALIZE[type(merged)], merged.resident_tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
-    return call._replace(kernel=kernel, tasks=tasks, numbers=numbers(*arguments))
+    return call._replace(
+        kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
+    )
 
 
-def _parameters(kernel, x, weight, bias, dtype, geometry: Geometry):
-    """Weight and bias as a kernel takes them."""
-    if kernel is transform_rows or kernel is normalize_rows:
+def _parameters(call: _Call, x, weight, bias, geometry: Geometry):
+    """Weight and bias as a call's kernel takes them."""
+    dtype = call.dtype
+    if call.rows:
         dealt = are_dealt(x)
         return (
             row_parameter(weight, dtype, geometry, 1.0, 0.0, dealt),
@@ -434,11 +441,11 @@ def _transform(
     call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out
 ):
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
-    _, dtype, nbytes, kernel, tasks, last = call
-    weight, bias = _parameters(kernel, x, weight, bias, dtype, geometry)
+    _, _, nbytes, quick, kernel, _, tasks, last = call
+    weight, bias = _parameters(call, x, weight, bias, geometry)
     run(
-        kernel, tasks, nbytes, flat(x), flat(out), given_mean, given_var, eps, statistics, weight,
-        bias, nbytes > STREAMING_BYTES, last,
+        kernel, tasks, nbytes, quick(x) if x.flags.writeable else flat(x), quick(out),
+        given_mean, given_var, eps, statistics, weight, bias, nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
 
@@ -488,7 +495,7 @@ def normalize(
     the first rows of one array, in the accumulator type.
     """
     call = _fused(geometry, x.dtype, centered, get_num_threads())
-    shape, dtype, nbytes, kernel, tasks, last = call
+    shape, dtype, nbytes, quick, kernel, _, tasks, last = call
     statistics = np.empty(shape, dtype)
     if weight_offset and weight is not None:
         weight = parameter(weight, dtype, weight_offset)
@@ -513,10 +520,10 @@ def normalize(
         call = _given(geometry, x.dtype)
         _transform(call, x, none, none, eps, statistics, weight, bias, geometry, out)
     else:
-        weight, bias = _parameters(kernel, x, weight, bias, dtype, geometry)
+        weight, bias = _parameters(call, x, weight, bias, geometry)
         run(
-            kernel, tasks, nbytes, flat(x), flat(out), weight, bias, mean, var,
-            eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
+            kernel, tasks, nbytes, quick(x) if x.flags.writeable else flat(x), quick(out),
+            weight, bias, mean, var, eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
     if mean is not running_mean and running_mean is not None:
         center = statistics[0]

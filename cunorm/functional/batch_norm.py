@@ -157,14 +157,20 @@ def batch_norm_forward(
     """
     factor = checks.averaging_factor(momentum, exponential_average_factor)
     if type(x) is np.ndarray:
-        axis, number, training, eps, scale, geometry = forward_arguments(
-            x.shape, x.dtype, channel_axis, training, eps, correction,
-            running_mean is not None, running_var is not None,
-        )  # fmt: skip
+        try:
+            axis, number, training, eps, scale, geometry = _known_arguments(
+                x.shape, x.dtype, channel_axis, training, eps, correction,
+                running_mean is not None, running_var is not None,
+            )  # fmt: skip
+        except TypeError:  # of an argument without a hash, or wrong: see below
+            geometry = None
         if geometry is not None and checks.are_usual(
             x, number, weight, bias, running_mean, running_var, out, written=training
         ):
-            y = cpu_memory.empty_like(x) if out is None else out
+            y = out
+            if y is None:
+                small = x.nbytes < cpu_memory.LARGE_BYTES
+                y = np.empty(x.shape, x.dtype) if small else cpu_memory.empty_like(x)
             rows = _apply(
                 arrays.cpu_backend(), x, weight, bias, running_mean, running_var, training, eps,
                 scale, factor, geometry, y,
@@ -264,6 +270,9 @@ def forward_arguments(
     )  # fmt: skip
     geometry = batch_norm_geometry(shape, axis) if number * count else None
     return axis, number, training, eps, scale, geometry
+
+
+_known_arguments = forward_arguments.known  # type: ignore[attr-defined]
 
 
 def batch_norm_backward(
