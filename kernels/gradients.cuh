@@ -152,8 +152,8 @@ __device__ inline void read_weights(
 // before, which are on the shelf from `first` on.
 __device__ inline void gradient_of_held(
     const BackwardArguments& a, const Work& work, const Shelf& shelf, int first, int last,
-    const Tile& tile, Vector (&dy)[TILE], Vector (&x)[TILE], const Coefficients (&coefficients)[STATISTICS],
-    const Accumulator (&weight)[TILE][WIDTH]
+    const Tile& tile, Vector (&dy)[TILE], Vector (&x)[TILE],
+    const Coefficients (&coefficients)[STATISTICS], const Accumulator (&weight)[TILE][WIDTH]
 ) {
     gradient_tile(a, tile, dy, x, coefficients, weight);
     Cursor cursor(a.geometry, a.cut, work);

@@ -48,8 +48,8 @@ template <int PLANES> struct Kept {
         const Offset rest = inner - first, most = static_cast<Offset>(cut.share) * WIDTH;
         const Offset elements = rest < most ? rest : most;
         const Offset of_sample = static_cast<Offset>(g.group) * (inner / span);
-        Accumulator* const target =
-            gradients + PLANES * turns.block * of_sample + turns.index * (inner / span) + first / span;
+        Accumulator* const target = gradients + PLANES * turns.block * of_sample
+                                  + turns.index * (inner / span) + first / span;
         const Offset each = span * KEPT / WIDTH;  // numbers of a parameter
         if (each < 32) {  // a thread a parameter
             for (Offset p = threadIdx.x; p < elements / span; p += THREADS) {

@@ -168,7 +168,7 @@ def batch_norm_forward(
             x, number, weight, bias, running_mean, running_var, out, written=training
         ):
             y = out
-            if y is None:
+            if y is None:  # like x, which is C-contiguous: quicker than `empty_like`
                 small = x.nbytes < cpu_memory.LARGE_BYTES
                 y = np.empty(x.shape, x.dtype) if small else cpu_memory.empty_like(x)
             rows = _apply(
