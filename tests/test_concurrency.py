@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -179,6 +179,12 @@ def until(condition):
         time.sleep(0.001)
 
 
+def asleep(helpers):
+    """Whether all helpers are, and none has been rung for."""
+    states = [helpers.words[1 + me, pool._STATE] for me in range(1, 1 + len(helpers.bells))]
+    return set(states) == {tasks.SLEEPS} and helpers.words[1, pool._ASLEEP] == len(states)
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 7])
 @pytest.mark.parametrize("number", [0, 1, 2, 5, 20])
 @pytest.mark.parametrize("name", ["next_task", "last_task"])
@@ -234,7 +240,7 @@ def test_helpers_take_part(threads):
     threads(2)
     places = np.full(1, 2, np.int64)
     pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)  # compiles it
-    until(lambda: pool._pool.asleep)
+    until(lambda: asleep(pool._pool))
     places[:] = 0
     pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)
     assert places[0] == 2
@@ -250,55 +256,38 @@ def test_helpers_take_part(threads):
 
 
 def test_call_between_listening_and_sleeping(threads, monkeypatch):
-    """A helper that says too late that it sleeps has been rung for by nobody."""
+    """A helper that says that it sleeps listens on: who saw it awake has rung for nobody."""
     kernel = kernel_of(meet)
     threads(2)
     places = np.full(1, 2, np.int64)
-    pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)
-    helpers = pool._pool
-    until(lambda: helpers.asleep)
-    heard, goes_on = threading.Event(), threading.Event()
-    listen, wake = pool.listen, helpers.wake
-    tickets = helpers.boards[:, 0, tasks._TICKET // 8]
-    before = tickets.copy()
-
-    def listen_in_time(address, me, looks):
-        if looks == pool.LOOKS:
-            listen(address, me, looks)
-            heard.set()
-            assert goes_on.wait(60)
-        else:  # the caller, who saw it awake, has begun
-            until(lambda: (tickets != before).any())
-            listen(address, me, looks)
-
-    def wake_and_go_on(threads, nbytes):
-        assert not helpers.asleep
-        wake(threads, nbytes)
-        goes_on.set()
-
-    monkeypatch.setattr(pool, "listen", listen_in_time)
-    helpers.bells[0].put(True)
-    assert heard.wait(60)
-    monkeypatch.setattr(helpers, "wake", wake_and_go_on)
-    places[:] = 0
-    pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)
-    assert places[0] == 2
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data, PATIENCE)  # compiles it
+    monkeypatch.setattr(pool, "LOOKS", 0)
+    monkeypatch.setattr(pool, "LAST_LOOKS", 1 << 24)
+    helpers = pool._Pool(2)
+    assert helpers.start()
+    try:
+        until(lambda: asleep(helpers))
+        places[:] = 0
+        kernel(helpers.address, -2, 2, places.ctypes.data, PATIENCE)
+        assert places[0] == 2
+    finally:
+        helpers.dismiss()
 
 
-def test_small_calls_wake_helpers_when_they_come_soon(threads):
+def test_small_calls_wake_helpers_when_they_come_soon(threads, monkeypatch):
     kernel = kernel_of(count_tasks)
     threads(2)
     counts = np.zeros(2, np.int64)
     pool.run(kernel, 2, 1 << 30, counts)
     helpers = pool._pool
     for soon in (True, False):
-        until(lambda: helpers.asleep)
+        until(lambda: asleep(helpers))
         helpers.last = np.inf if soon else -np.inf
-        rung = []
-        bells, helpers.bells = helpers.bells, [SimpleNamespace(put=rung.append)]
-        pool.run(kernel, 2, 2 * pool._BYTES_PER_LISTENER, counts)
-        helpers.bells = bells
-        assert rung == [True] * soon
+        with monkeypatch.context() as patch:
+            rung = Mock()
+            patch.setattr(pool, "ring", rung)
+            pool.run(kernel, 2, 2 * pool._BYTES_PER_LISTENER, counts)
+        assert rung.call_count == soon
         helpers.last = -np.inf
 
 
@@ -318,11 +307,11 @@ def test_helpers_are_woken_elsewhere_than_their_caller(threads, monkeypatch):
     tell = os.sched_setaffinity
 
     def spy(thread, cores):
-        told.append((thread, frozenset(cores)))
+        told.append((thread, cores))
         tell(thread, cores)
 
     def rest():
-        until(lambda: helpers.asleep and helpers.bells[0].empty() and not helpers.moved)
+        until(lambda: asleep(helpers) and not helpers.words[2, pool._MOVED])
         until(lambda: os.sched_getaffinity(helper) == everywhere)
         told.clear()
 
@@ -330,19 +319,12 @@ def test_helpers_are_woken_elsewhere_than_their_caller(threads, monkeypatch):
     for core in everywhere:
         rest()
         monkeypatch.setattr(pool, "_core", lambda core=core: core)
-        away, back = (helper, frozenset(everywhere - {core})), (0, frozenset(everywhere))
-
-        def woken(away=away):  # unless it has heard of the call awake
-            pool.run(kernel, 2, 1 << 30, counts)
-            return away in told
-
-        until(woken)
-        until(lambda back=back: back in told)
-        assert set(told) == {away, back}
+        pool.run(kernel, 2, 1 << 30, counts)
+        assert told == [(helper, everywhere - {core})]
     rest()
     tell(helper, {core})
     pool.run(kernel, 2, 1 << 30, counts)
-    until(helpers.bells[0].empty)
+    until(lambda: asleep(helpers))
     assert told == []
     assert os.sched_getaffinity(helper) == {core}
     tell(helper, everywhere)
@@ -418,7 +400,7 @@ def test_error_of_a_helper_without_tasks(threads):
     places = np.ones(1, np.int64)
     pool.run(kernel, 4, 1 << 30, places.ctypes.data)  # compiles it
     places[:] = 0
-    until(lambda: pool._pool.asleep)
+    until(lambda: asleep(pool._pool))
     pool.run(kernel, 4, 1 << 30, places.ctypes.data)
     assert places[0] == 5
 

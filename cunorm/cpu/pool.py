@@ -6,12 +6,12 @@ layers would abort the process in a forked child or when two Python threads use 
 
 The calling thread works too, and helpers that come when it has run out of tasks find the call
 closed. So a call waits for running work alone, or for another that starts the helpers, never for
-a place in the pool: many callers at once, or no thread to be had, slow it down at worst. Ctrl-C
-may come between any two steps of Python: bells are `SimpleQueue`s, which are rung in one, not
-events or conditions of the standard library, whose lock it could leave taken.
+a place in the pool: many callers at once, or no thread to be had, slow it down at worst.
 
 After a call a helper listens for the next one for a moment before it goes to sleep, as
-threads of OpenMP do, but yields its core to whoever wants it.
+threads of OpenMP do, but yields its core to whoever wants it. All its life is compiled code, since
+to wait for the interpreter lock, which a caller in a loop keeps for milliseconds, takes longer than
+to be woken. Ctrl-C may come between any two steps of Python; a helper is rung for in one.
 
 Linux may wake a helper on the core of its caller while others have nothing to do: those of a
 virtual machine that have gone to sleep do not count as idle. There the helper would wait for
@@ -23,14 +23,16 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import queue
 import sys
 import threading
 import time
 from contextlib import suppress
 from typing import Any
 
-from .tasks import LOOKS, boards, listen
+import numpy as np
+
+from . import tasks
+from .tasks import LAST_LOOKS, LOOKS, SLEEPS, boards, ring, serve
 from .threads import get_num_threads
 
 __all__ = ["run"]
@@ -43,6 +45,15 @@ _BYTES_PER_LISTENER = 128 << 10
 # Calls in such quick succession, in seconds, are worth waking helpers for: the next ones will
 # find them listening.
 _SOON = 1e-3
+
+# Words of a row.
+_STATE, _DISMISSED, _MOVED, _ASLEEP = (
+    place // 8 for place in (tasks.STATE, tasks.DISMISSED, tasks.MOVED, tasks.ASLEEP)
+)
+
+# A lock of Python's own kind that is taken and released without the interpreter lock. They are
+# kept for good, a few bytes each: a forked child could not free one that its parent waits for.
+_allocate_lock = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThread_allocate_lock", ctypes.pythonapi))
 
 #: The core that the caller runs on; None where threads cannot be told where to run.
 _core: Any = None
@@ -57,22 +68,23 @@ class _Pool:
         self.threads = threads  # that were asked for
         self.boards = boards(threads)
         self.address = self.boards.ctypes.data
-        self.bells: list[queue.SimpleQueue[bool]] = []  # that wake helpers 1, 2, ...
+        self.words = memoryview(self.boards[0])  # header, row of the caller, rows of helpers
+        self.bells: list[int] = []  # that wake helpers 1, 2, ...
         self.natives: list[Any] = []  # what the system calls them
-        self.asleep: set[int] = set()
         self.cores: set[int] = set() if _core is None else os.sched_getaffinity(0)  # theirs too
-        self.moved: set[int] = set()  # who may not run on all of these while it wakes
+        bits = sum(1 << core for core in self.cores)
+        words = range(0, bits.bit_length(), 64)
+        self.core_bits = np.array([bits >> word & 0xFFFFFFFFFFFFFFFF for word in words], np.uint64)
         self.last = -math.inf  # when a call ended
 
     def start(self) -> bool:
         """Start the helpers; whether there is one."""
         for me in range(1, self.threads):
-            bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
+            bell = _allocate_lock()
             helper = threading.Thread(
                 target=self._serve, args=(me, bell), name=f"cunorm_{me}", daemon=True
             )
             self.bells.append(bell)
-            self.asleep.add(me)
             handled = sys.exc_info()[1]
             try:
                 helper.start()
@@ -81,38 +93,28 @@ class _Pool:
                 cause = error.__context__
                 if cause is not None and cause is not handled:  # Ctrl-C while it waited for the
                     raise cause from None  # thread: leaving its condition's lock failed then
-                self.bells.pop().put(False)  # too many threads
-                self.asleep.discard(me)
+                self.bells.pop()  # too many threads
                 break
         return bool(self.bells)
 
-    def _serve(self, me: int, bell: queue.SimpleQueue[bool]) -> None:
+    def _serve(self, me: int, bell: int) -> None:
         """What a helper does all its life."""
-        while bell.get():
-            while not bell.empty():
-                if not bell.get():
-                    return
-            if me in self.moved:
-                self.moved.discard(me)
-                with suppress(OSError):
-                    os.sched_setaffinity(0, self.cores)
-            self.asleep.discard(me)
-            listen(self.address, me, LOOKS)
-            self.asleep.add(me)
-            listen(self.address, me, LOOKS // 8)  # for who came before that, and has not rung
+        cores = self.core_bits
+        serve(self.address, me, bell, cores.ctypes.data, cores.nbytes, LOOKS, LAST_LOOKS)
 
     def dismiss(self) -> None:
         """Let the helpers end when they have nothing to do."""
-        for bell in self.bells:
-            bell.put(False)
+        for me, bell in enumerate(self.bells, 1):
+            self.words[1 + me, _DISMISSED] = True
+            ring(self.address, me, bell)
 
     def wake(self, threads: int, nbytes: int) -> None:
         """Wake helpers for a call if they are worth it."""
-        if self.asleep:
+        if self.words[1, _ASLEEP]:
             if time.monotonic() > self.last + _SOON:
                 threads = min(threads, nbytes // _BYTES_PER_SLEEPER)
-            for me in list(self.asleep):
-                if me < threads:
+            for me in range(1, threads):
+                if self.words[1 + me, _STATE] == SLEEPS:
                     self._ring(me)
 
     def _ring(self, me: int) -> None:
@@ -122,9 +124,9 @@ class _Pool:
             with suppress(OSError):  # none that matters: it may run here then
                 # Otherwise someone has told it where to run, or another caller is waking it.
                 if os.sched_getaffinity(thread) == self.cores:
-                    self.moved.add(me)
+                    self.words[1 + me, _MOVED] = True
                     os.sched_setaffinity(thread, others)
-        self.bells[me - 1].put(True)
+        ring(self.address, me, self.bells[me - 1])
 
 
 _pool: _Pool | None = None

@@ -23,7 +23,10 @@ from numba.extending import intrinsic
 
 from .elements import device_function, kernel
 
-__all__ = ["LOOKS", "boards", "last_task", "listen", "next_task", "numbers", "shared_kernel"]
+__all__ = [
+    *("LAST_LOOKS", "LOOKS", "boards", "last_task", "next_task", "numbers", "ring", "serve"),
+    "shared_kernel",
+]
 
 # What the words of a header are, in bytes from its begin; headers and rows are cache lines.
 _TICKET = 0  # number of the call
@@ -41,16 +44,29 @@ _SEEN = 16  # ticket of the last call that the helper took part in
 _BEGUN = 24  # whether the thread has taken a task
 _LINE = 64
 
+# More words of rows, on the first board: of a helper's,
+STATE = 32
+DISMISSED = 40  # whether it shall end
+MOVED = 48  # whether it is to take back the cores that it may run on
+# and of the caller's.
+ASLEEP = 32  # how many helpers are, those included that have just been rung for
+
+#: What a helper's state may be.
+AWAKE, SLEEPS, RUNG_FOR = 0, 1, 2
+
 # How many callers at once find helpers; others do their work alone.
 _BOARDS = 4
 
-#: How often a helper looks before it gives up: on x86 for about half a millisecond.
-LOOKS = 8_000
+#: How often a helper looks before it gives up, on x86 for about half a millisecond, and once more
+#: when it has said so, for who came before that and has not rung.
+LOOKS, LAST_LOOKS = 8_000, 1_000
 _LOOKS_PER_YIELD = 16
 
 _HAS_YIELD = hasattr(os, "sched_yield")
+_HAS_AFFINITY = hasattr(os, "sched_setaffinity")
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _WORD = ir.IntType(64)
+_INT = ir.IntType(32)
 
 
 def _place(builder, address):
@@ -107,24 +123,60 @@ def _exchange(typing_context, address, expected, value):
     return types.boolean(types.int64, types.int64, types.int64), generate
 
 
+def _call_c(builder, name, result, *arguments):
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
 @intrinsic
 def _pause(typing_context, looks):
     """Before the next look: rest, and now and then let others have the core."""
 
     def generate(context, builder, signature, arguments):
-        def call(name, result):
-            kind = ir.FunctionType(result, [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
-
         if _IS_X86:
-            call("llvm.x86.sse2.pause", ir.VoidType())
+            _call_c(builder, "llvm.x86.sse2.pause", ir.VoidType())
         if _HAS_YIELD:
             rest = builder.urem(arguments[0], _WORD(_LOOKS_PER_YIELD))
             with builder.if_then(builder.icmp_unsigned("==", rest, _WORD(0)), likely=False):
-                call("sched_yield", ir.IntType(32))
+                _call_c(builder, "sched_yield", _INT)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def _sleep(typing_context, bell):
+    """Wait until a bell rings: a lock of Python's, which is taken whenever nobody has rung."""
+
+    def generate(context, builder, signature, arguments):
+        _call_c(builder, "PyThread_acquire_lock", _INT, *arguments, _INT(1))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def _wake(typing_context, bell):
+    """Ring a bell."""
+
+    def generate(context, builder, signature, arguments):
+        _call_c(builder, "PyThread_release_lock", ir.VoidType(), *arguments)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def _run_on(typing_context, cores, nbytes):
+    """Let this thread run on all cores of a set, so many bytes with a bit for each."""
+
+    def generate(context, builder, signature, arguments):
+        if _HAS_AFFINITY:
+            cores, nbytes = arguments
+            _call_c(builder, "sched_setaffinity", _INT, _INT(0), nbytes, cores)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -255,8 +307,8 @@ def _join(board, me):
     return wanted
 
 
-@kernel
-def listen(first, me, most):
+@device_function
+def _listen(first, me, most):
     """Take part in calls on this board and its others until so many looks have found none."""
     looks = 0
     while looks < most:
@@ -267,6 +319,35 @@ def listen(first, me, most):
                 looks = 0
             board = _look(board + _OTHER)
         _pause(looks)
+
+
+@kernel
+def serve(first, me, bell, cores, nbytes, looks, last_looks):
+    """What a helper does until it is dismissed: listen, and sleep until its bell rings."""
+    row = _row(first, me)
+    asleep = _row(first, 0) + ASLEEP
+    _sleep(bell)  # which is new, and now waits to be rung
+    while _look(row + DISMISSED) == 0:
+        _listen(first, me, looks)
+        _tell(row + STATE, SLEEPS)
+        _add(asleep, 1)
+        _listen(first, me, last_looks)
+        _sleep(bell)
+        if _exchange(row + MOVED, 1, 0):
+            _run_on(cores, nbytes)
+        _tell(row + STATE, AWAKE)
+        _add(asleep, -1)
+
+
+@kernel
+def ring(first, me, bell):
+    """Wake a helper that sleeps or shall end.
+
+    In one step of Python: Ctrl-C between the two would leave a helper that nobody rings for again.
+    """
+    row = _row(first, me)
+    if _exchange(row + STATE, SLEEPS, RUNG_FOR) or _look(row + DISMISSED) != 0:
+        _wake(bell)
 
 
 @device_function
