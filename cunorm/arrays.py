@@ -7,9 +7,11 @@ own type, made by the caller's own framework, which cunorm never imports.
 
 from __future__ import annotations
 
+import _thread
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -75,13 +77,29 @@ def _version(number: int) -> str:
 
 @cache
 def cpu_backend() -> ModuleType:
-    """The CPU backend; the first call imports Numba."""
-    import cunorm.cpu.backward
-    import cunorm.cpu.double_backward
-    import cunorm.cpu.statistics
-    import cunorm.cpu.transform
+    """The CPU backend; the first call imports Numba.
 
-    return cunorm.cpu
+    Ctrl-C comes to the main thread, and a Numba whose import it cuts off cannot be imported again.
+    So another thread does it, which it does not reach.
+    """
+    imported: SimpleQueue[ModuleType | BaseException] = SimpleQueue()
+    try:
+        _thread.start_new_thread(_import_cpu_backend, (imported,))
+    except RuntimeError:  # no thread to be had
+        _import_cpu_backend(imported)
+    backend = imported.get()
+    if isinstance(backend, BaseException):
+        raise backend
+    return backend
+
+
+def _import_cpu_backend(imported: SimpleQueue[ModuleType | BaseException]) -> None:
+    try:
+        import cunorm.cpu.everything
+
+        imported.put(cunorm.cpu)
+    except BaseException as error:
+        imported.put(error)
 
 
 @cache
@@ -123,9 +141,12 @@ class Place:
     def export(self, *results: Any, given: Any = None) -> tuple[Any, ...]:
         """Results as arrays of the caller's framework; None stays None.
 
-        An output that was `given`, not None, is the first of them, as it is.
+        An output that was `given`, not None, is the first of them, as it is. On a GPU its
+        framework's stream waits for CuPy's, as it does when it takes a new array over.
         """
         if given is not None:
+            if self._export is not None and self.xp is not np:
+                self._export(results[0])
             return given, *self.export(*results[1:])
         if self._export is None:
             return results

@@ -77,7 +77,7 @@ KERNEL double_transform(const DoubleArguments a) {
 // thread in its registers, those before in shared memory.
 CLUSTER_KERNEL double_backward(const DoubleArguments a) {
     SHARED_MEMORY(shared);
-    Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
+    const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
 

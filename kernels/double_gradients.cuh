@@ -98,7 +98,7 @@ struct DoubleArguments {
     double* sums;                                 // of every channel, or row
     double count;                                 // n
     long long training;                           // 0: statistics are given
-    long long block;                              // samples of a block, of rows
+    long long samples;                            // that a block takes, of rows
     Geometry geometry;
     Cut cut;
 };
@@ -173,7 +173,7 @@ struct Inputs {
         tile.load<LAST>(a.x, x);
     }
 
-    __device__ void put(Shelf& shelf, int n) const {
+    __device__ void put(const Shelf& shelf, int n) const {
         shelf.put(n, 0, g, 3);
         shelf.put(n, 1, dy, 3);
         shelf.put(n, 2, x, 3);

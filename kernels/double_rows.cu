@@ -13,10 +13,10 @@ CLUSTER_KERNEL double_backward_rows(const DoubleArguments a) {
     const int last = static_cast<int>(a.cut.tiles) - 1;
     const int slots = (last + 1) * TILE;
     const Kept<1> kept{reinterpret_cast<Accumulator*>(shared + HEADER)};
-    Shelf shelf{reinterpret_cast<Vector*>(kept.after(slots))};
+    const Shelf shelf{reinterpret_cast<Vector*>(kept.after(slots))};
     kept.clear(slots);
 
-    const Turns turns(g, a.cut, a.block);
+    const Turns turns(g, a.cut, a.samples);
     for (Offset turn = turns.first; turn < turns.end; turn += turns.step) {
         const Work work = turns.work(g, turn);
         DoubleCoefficients coefficients[STATISTICS];

@@ -64,7 +64,7 @@ struct BackwardArguments {
     double count;                                 // n, on all ranks
     double weight_offset;
     long long centered;                           // 0: statistics about zero
-    long long block;                              // samples of a block (rows.cu)
+    long long samples;                            // that a block takes, of rows
     Geometry geometry;
     Cut cut;
 };

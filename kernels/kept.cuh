@@ -4,6 +4,24 @@
 
 #include "reduce.cuh"
 
+// N sums.
+template <int N> struct Totals {
+    double of[N];
+
+    __device__ void merge(const Totals& other) {
+        #pragma unroll
+        for (int i = 0; i < N; ++i) of[i] += other.of[i];
+    }
+
+    __device__ Totals down(int offset, int width) const {
+        Totals result;
+        #pragma unroll
+        for (int i = 0; i < N; ++i)
+            result.of[i] = __shfl_down_sync(ALL_LANES, of[i], offset, width);
+        return result;
+    }
+};
+
 // Numbers that are kept of an access: one of each element, or of all if they share a parameter.
 constexpr int KEPT = SPANS == 2 ? WIDTH : 1;
 

@@ -210,7 +210,7 @@ struct Shelf {
                 x, place + ((number * inputs + input) * TILE + i) * THREADS + threadIdx.x);
     }
 
-    __device__ void put(int tile, int input, const Vector (&values)[TILE], int inputs) {
+    __device__ void put(int tile, int input, const Vector (&values)[TILE], int inputs) const {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
             place[((tile * inputs + input) * TILE + i) * THREADS + threadIdx.x] = values[i];
@@ -287,7 +287,7 @@ __device__ inline void spread(
     #pragma unroll
     for (int lane = 0; lane < WIDTH; ++lane) {
         if (SPANS == 2 || lane == 0) {
-            number = access.has(lane) ? parameter.get_shared(
+            number = access.has(lane) ? parameter.get_common(
                 first + static_cast<Offset>(access.first + lane) / span, absent, offset
             ) : Accumulator(0);
         }

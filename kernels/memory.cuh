@@ -78,7 +78,7 @@ template <class T> __device__ inline void read_ahead(T* shared, const T* place) 
 }
 
 // Reads data that no kernel running at the time writes, and neighbouring threads will read too.
-template <class T> __device__ inline T read_shared(const T* place) {
+template <class T> __device__ inline T read_common(const T* place) {
     using W = typename Word<sizeof(T)>::type;
     return bits<T>(__ldg(reinterpret_cast<const W*>(place)));
 }
@@ -112,7 +112,7 @@ template <class T> __device__ inline void read_numbers(
     struct alignas(sizeof(T) * each) Part { T number[each]; };
     #pragma unroll
     for (int i = 0; i < WIDTH; i += each) {
-        const Part part = read_shared(reinterpret_cast<const Part*>(place + i));
+        const Part part = read_common(reinterpret_cast<const Part*>(place + i));
         #pragma unroll
         for (int j = 0; j < each; ++j)
             numbers[i + j] = shifted(part.number[j], offset);
@@ -135,12 +135,12 @@ struct Parameter {
     }
 
     // The same, if neighbouring threads read it too.
-    __device__ Accumulator get_shared(Offset i, double absent, double offset) const {
+    __device__ Accumulator get_common(Offset i, double absent, double offset) const {
         if (data == nullptr) return static_cast<Accumulator>(absent);
-        if (kind == 0) return shifted(read_shared(as<float>() + i), offset);
-        if (kind == 1) return shifted(read_shared(as<double>() + i), offset);
-        if (kind == 2) return shifted(read_shared(as<__half>() + i), offset);
-        return shifted(read_shared(as<__nv_bfloat16>() + i), offset);
+        if (kind == 0) return shifted(read_common(as<float>() + i), offset);
+        if (kind == 1) return shifted(read_common(as<double>() + i), offset);
+        if (kind == 2) return shifted(read_common(as<__half>() + i), offset);
+        return shifted(read_common(as<__nv_bfloat16>() + i), offset);
     }
 
     // WIDTH neighbouring ones, the first of which is aligned, plus an offset.

@@ -23,7 +23,7 @@ CLUSTER_KERNEL normalize_rows(const TransformArguments a) {
     int row = 0;  // on the shelf, its first tile
     fetch(turns.first, row);
 
-    Spread parameters, others;
+    Spread parameters, of_held;
     const Work first = turns.work(g, turns.first);
     Cursor end(g, a.cut, first, last);
     parameters.read(a, first, Tile(end));
@@ -59,8 +59,8 @@ CLUSTER_KERNEL normalize_rows(const TransformArguments a) {
         for (int n = 0; n < last; ++n) {
             const Tile held(again);
             shelf.get(row + n, 0, x, 1);
-            others.read(a, work, held);
-            transform_tile(a, held, x, coefficients, others);
+            of_held.read(a, work, held);
+            transform_tile(a, held, x, coefficients, of_held);
         }
         row = tiles - row;
         meet();

@@ -10,36 +10,6 @@
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// The simplest: N sums.
-template <int N> struct Totals {
-    double of[N];
-
-    __device__ void merge(const Totals& other) {
-        #pragma unroll
-        for (int i = 0; i < N; ++i) of[i] += other.of[i];
-    }
-
-    __device__ Totals down(int offset, int width) const {
-        Totals result;
-        #pragma unroll
-        for (int i = 0; i < N; ++i)
-            result.of[i] = __shfl_down_sync(ALL_LANES, of[i], offset, width);
-        return result;
-    }
-
-    __device__ static Totals read(const double* partials, Offset i) {
-        Totals result;
-        #pragma unroll
-        for (int j = 0; j < N; ++j) result.of[j] = ::read(partials + N * i + j);
-        return result;
-    }
-
-    __device__ void write(double* partials, Offset i) const {
-        #pragma unroll
-        for (int j = 0; j < N; ++j) ::write(partials + N * i + j, of[j]);
-    }
-};
-
 // Over the lanes of a warp that share a statistic: the first ACROSS of them hold the result.
 template <class P> __device__ inline void reduce_warp(P (&values)[STATISTICS]) {
     #pragma unroll

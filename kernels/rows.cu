@@ -59,7 +59,7 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Geometry& g = a.geometry;
     const int tiles = static_cast<int>(a.cut.tiles), last = tiles - 1;
-    const Turns turns(g, a.cut, a.block);
+    const Turns turns(g, a.cut, a.samples);
     const Kept<2> kept{reinterpret_cast<Accumulator*>(shared + HEADER)};
     kept.clear(last * TILE);
     const Shelf shelf{reinterpret_cast<Vector*>(kept.after(last * TILE))};  // SHELVES rows
@@ -88,7 +88,7 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     for (Offset turn = turns.first; turn < turns.end; turn += turns.step) {
         const Row row = next;
         if (SHELVES == 2) next = fetch(turn + turns.step, tiles - on);
-        wait_for_copies<SHELVES == 2>();
+        wait_for_copies<SHELVES - 1>();
         const Work work = turns.work(g, turn);
         Cursor cursor(g, a.cut, work);
         Sums values[STATISTICS] = {};

@@ -62,7 +62,7 @@ KERNEL transform(const TransformArguments a) {
 // folds the totals of all, in the order of their ranks, so all have the same bits.
 CLUSTER_KERNEL normalize(const TransformArguments a) {
     SHARED_MEMORY(shared);
-    Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
+    const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
 

@@ -459,6 +459,40 @@ while threading.active_count() > 4 + 40 * interrupts:  # who is dismissed may be
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+@pytest.mark.parametrize("part", range(10))
+def test_interruption_of_the_first_call(part):
+    """Which imports Numba and loads the first kernels."""
+    code = (
+        f"part = {part}"
+        + """
+import os, signal, time
+import numpy as np, cunorm
+x = np.random.default_rng(0).standard_normal((8, 16, 4, 4))
+pid = os.fork()
+if pid == 0:  # how long it takes
+    start = time.monotonic()
+    cunorm.batch_norm_forward(x)
+    os._exit(max(1, min(255, int(200 * (time.monotonic() - start)))))
+whole = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) / 200
+def handler(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, whole * (part + 0.5) / 10)
+try:
+    cunorm.batch_norm_forward(x)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+except KeyboardInterrupt:
+    pass
+y, saved = cunorm.batch_norm_forward(x)
+cunorm.batch_norm_backward(y, x, saved)
+np.testing.assert_allclose(y.mean((0, 2, 3)), 0, atol=1e-12)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
 @pytest.mark.parametrize("samples", [1, 16])
 def test_many_interruptions(samples):
     """Ctrl-C at any moment of calls in two threads: nothing hangs, and the next call is right."""
@@ -587,9 +621,9 @@ def test_number_of_threads_from_the_environment():
     code = "import cunorm; print(cunorm.get_num_threads())"
     assert run_python(code, CUNORM_NUM_THREADS="5").stdout == "5\n"
     assert int(run_python(code, CUNORM_NUM_THREADS="").stdout) >= 1
-    for bad in ("0", "-2", "many"):
+    for bad in ("0", "-2", "many", "1025"):
         result = run_python(code, CUNORM_NUM_THREADS=bad)
-        assert f"expected a positive integer, got {bad!r}" in result.stderr
+        assert f"expected an integer from 1 to 1024, got {bad!r}" in result.stderr
 
 
 def test_calls_while_the_interpreter_shuts_down():

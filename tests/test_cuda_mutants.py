@@ -268,8 +268,14 @@ MUTANTS = {
     "a row without room for the next that nobody waited for": (
         "test_rows_without_room_for_the_next",
         "rows.cu",
-        "wait_for_copies<SHELVES == 2>();",
+        "wait_for_copies<SHELVES - 1>();",
         "wait_for_copies<1>();",
+    ),
+    "the next row over one that is still needed": (
+        "test_rows_without_room_for_the_next",
+        "rows.cu",
+        "  gradient_of_held(a,",
+        "  if (SHELVES == 1) fetch(turn + turns.step, on);\n  gradient_of_held(a,",
     ),
     "gradients over rows that are still needed": (
         "test_candidate_of_norms and block and layer",

@@ -300,16 +300,17 @@ def verbs(state):
             cunorm.merge_moments, ([moments, (3, row.astype(float), row.astype(float))],), {},
             TypeError, r"moments\[1\].mean: expected the dtype of moments\[0\]",
         ),
-        (cunorm.set_num_threads, (0,), {}, ValueError, "number: expected at least 1, got 0"),
+        (cunorm.set_num_threads, (0,), {}, ValueError, "number: expected 1 to 1024, got 0"),
+        (cunorm.set_num_threads, (1025,), {}, ValueError, "number: expected 1 to 1024, got 1025"),
         (cunorm.set_num_threads, (1.5,), {}, TypeError, "number: expected an integer, got 1.5"),
         (cunorm.is_available, ("tpu",), {}, ValueError, "backend: expected"),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", range(30))
+@pytest.mark.parametrize("case", range(31))
 def test_verbs(state, case):
     function, arguments, options, error, message = verbs(state)[case]
-    assert len(verbs(state)) == 30
+    assert len(verbs(state)) == 31
     with pytest.raises(error, match=message):
         function(*arguments, **options)
 

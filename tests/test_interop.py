@@ -12,6 +12,7 @@ import pytest
 from cases import group, instance, layer, operands, permuted, rms, scale_shift
 
 import cunorm
+from cunorm.arrays import Place
 
 uint16 = np.uint16
 bfloat16 = ml_dtypes.bfloat16
@@ -384,3 +385,20 @@ def test_device_unknown():
 
     with pytest.raises(TypeError, match="x: expected an array on a CPU or CUDA device"):
         cunorm.batch_norm_forward(Elsewhere(np.zeros((3, 4))))
+
+
+def test_an_output_is_handed_over_on_a_gpu():
+    """Its framework's stream is told to wait for CuPy's, even if nothing new is returned."""
+    handed = []
+
+    def export(array):
+        handed.append(array)
+        return f"their {array}"
+
+    gpu = Place(object(), None, export)
+    assert gpu.export("y", "mean", None, given="out") == ("out", "their mean", None)
+    assert gpu.export("y", given="out") == ("out",)
+    assert handed == ["y", "mean", "y"]
+    cpu = Place(np, None, export)
+    assert cpu.export("y", given="out") == ("out",)
+    assert handed == ["y", "mean", "y"]

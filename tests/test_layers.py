@@ -253,6 +253,11 @@ def test_pytorch_names_and_dtypes():
     assert layer.num_batches_tracked == 0
     layer.load_state_dict(state | {"num_batches_tracked": 3})
     assert layer.num_batches_tracked == 3
+    for narrow in (7, np.int8(7), np.array(7, np.int8)):  # put in by somebody
+        layer.num_batches_tracked = narrow
+        assert layer.state_dict()["num_batches_tracked"] == 7
+        layer.load_state_dict(state | {"num_batches_tracked": 300})
+        assert layer.num_batches_tracked == 300
     layer.load_state_dict(layer.state_dict() | {"weight": layer.bias, "bias": layer.weight})
     assert layer.weight.tolist() == [1, 2, 3]
     assert layer.bias.tolist() == [0, 1, 2]

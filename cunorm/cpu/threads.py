@@ -8,6 +8,8 @@ from .. import checks
 
 __all__ = ["get_num_threads", "set_num_threads"]
 
+_MOST = 1024
+
 
 def _available() -> int:
     setting = os.environ.get("CUNORM_NUM_THREADS", "")
@@ -16,15 +18,15 @@ def _available() -> int:
             number = int(setting)
         except ValueError:
             number = 0
-        if number < 1:
+        if not 1 <= number <= _MOST:
             raise ValueError(
-                "environment variable CUNORM_NUM_THREADS: expected a positive integer, "
-                f"got {setting!r}"
+                "environment variable CUNORM_NUM_THREADS: expected an integer from 1 to "
+                f"{_MOST}, got {setting!r}"
             )
         return number
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return min(len(os.sched_getaffinity(0)), _MOST)
+    return min(os.cpu_count() or 1, _MOST)
 
 
 _threads = _available()
@@ -36,7 +38,7 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(number: int) -> None:
-    """Let calls on CPU arrays use up to ``number`` threads. Results do not depend on it.
+    """Let calls on CPU arrays use up to ``number`` threads, 1 to 1024. Results do not depend on it.
 
     The default is the number of processors this process may run on, or the
     environment variable ``CUNORM_NUM_THREADS``.
@@ -44,10 +46,10 @@ def set_num_threads(number: int) -> None:
     Raises
     ------
     ValueError, TypeError
-        If number is not an integer of at least 1.
+        If number is not an integer from 1 to 1024.
     """
     global _threads
     number = checks.integer("number", number)
-    if number < 1:
-        raise ValueError(f"number: expected at least 1, got {number}")
+    if not 1 <= number <= _MOST:
+        raise ValueError(f"number: expected 1 to {_MOST}, got {number}")
     _threads = number

@@ -104,7 +104,7 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     dense_mean, dense_var = dense(running_mean), dense(running_var)
     number = mean.shape[-1]
     # Any plan will do: the kernel is one thread a channel.
-    geometry = Geometry(1, 1, number, 2, 1, number)
+    geometry = Geometry(mean.size // number, 1, number, 2, 1, number)
     plan = sweep(geometry, mean.dtype, 1, alignment(0), source.device())
     arguments = _UPDATE.pack(
         *parameter(dense_mean), *parameter(dense_var), *parameter(mean), *parameter(var),

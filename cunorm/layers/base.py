@@ -204,10 +204,13 @@ class Layer:
                 f"state: expected the names {sorted(own)}; missing {missing}, unknown {unknown}"
             )
         for name, array in own.items():
-            if not getattr(array.flags, "writeable", True):
+            if name != "num_batches_tracked" and not getattr(array.flags, "writeable", True):
                 raise arrays.read_only_error(name)
         loaded = {name: self._checked(name, array, given[name]) for name, array in own.items()}
         for name, array in own.items():
+            if name == "num_batches_tracked":
+                self.num_batches_tracked = loaded[name]
+                continue
             device = "cpu" if isinstance(array, np.ndarray) else "cuda"
             with np.errstate(all="ignore"):
                 array[...] = arrays.move(loaded[name], device)
@@ -217,7 +220,7 @@ class Layer:
         """A value that can be loaded into one of the layer's arrays."""
         label = f"state[{name!r}]"
         if name == "num_batches_tracked":
-            return np.asarray(_number_of_batches(label, value))
+            return np.array(_number_of_batches(label, value), np.int64)
         (value,), _ = arrays.adopt((label,), value)
         if value is None or value.shape != array.shape:
             got = "None" if value is None else value.shape
@@ -230,6 +233,9 @@ class Layer:
     def _state(self) -> dict[str, Array]:
         """The layer's arrays, seen through NumPy or CuPy if somebody has put others in."""
         state = {name: getattr(self, name) for name in self._names}
+        batches = state.get("num_batches_tracked")
+        if isinstance(batches, int | np.integer):
+            state["num_batches_tracked"] = np.array(batches, np.int64)
         return {name: arrays.view(name, a) for name, a in state.items() if a is not None}
 
 
