@@ -8,10 +8,10 @@ own type, made by the caller's own framework, which cunorm never imports.
 from __future__ import annotations
 
 import _thread
+import queue
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -82,7 +82,7 @@ def cpu_backend() -> ModuleType:
     Ctrl-C comes to the main thread, and a Numba whose import it cuts off cannot be imported again.
     So another thread does it, which it does not reach.
     """
-    imported: SimpleQueue[ModuleType | BaseException] = SimpleQueue()
+    imported: queue.SimpleQueue[ModuleType | BaseException] = queue.SimpleQueue()
     try:
         _thread.start_new_thread(_import_cpu_backend, (imported,))
     except RuntimeError:  # no thread to be had
@@ -93,7 +93,7 @@ def cpu_backend() -> ModuleType:
     return backend
 
 
-def _import_cpu_backend(imported: SimpleQueue[ModuleType | BaseException]) -> None:
+def _import_cpu_backend(imported: queue.SimpleQueue[ModuleType | BaseException]) -> None:
     try:
         import cunorm.cpu.everything
 

@@ -9,9 +9,10 @@ closed. So a call waits for running work alone, or for another that starts the h
 a place in the pool: many callers at once, or no thread to be had, slow it down at worst.
 
 After a call a helper listens for the next one for a moment before it goes to sleep, as
-threads of OpenMP do, but yields its core to whoever wants it. All its life is compiled code, since
-to wait for the interpreter lock, which a caller in a loop keeps for milliseconds, takes longer than
-to be woken. Ctrl-C may come between any two steps of Python; a helper is rung for in one.
+threads of OpenMP do, but yields its core to whoever wants it. It is no thread of Python's: all its
+life is compiled code, since to wait for the interpreter lock, which a caller in a loop keeps for
+milliseconds, takes longer than to be woken. Ctrl-C may come between any two steps of Python; to
+start a helper, or to ring for it, is one.
 
 Linux may wake a helper on the core of its caller while others have nothing to do: those of a
 virtual machine that have gone to sleep do not count as idle. There the helper would wait for
@@ -32,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from . import tasks
-from .tasks import LAST_LOOKS, LOOKS, SLEEPS, boards, ring, serve
-from .threads import get_num_threads
+from .tasks import ASLEEP, AWAKE, MOVED, NATIVE, SLEEPS, STATE, ring, serve
+from .threads import MOST_THREADS, get_num_threads
 
 __all__ = ["run"]
 
@@ -46,14 +47,16 @@ _BYTES_PER_LISTENER = 128 << 10
 # find them listening.
 _SOON = 1e-3
 
-# Words of a row.
-_STATE, _DISMISSED, _MOVED, _ASLEEP = (
-    place // 8 for place in (tasks.STATE, tasks.DISMISSED, tasks.MOVED, tasks.ASLEEP)
-)
+# How often helpers look before they give up, on x86 for half a millisecond, and once more.
+_LOOKS, _LAST_LOOKS = 8_000, 1_000
 
-# A lock of Python's own kind that is taken and released without the interpreter lock. They are
-# kept for good, a few bytes each: a forked child could not free one that its parent waits for.
+# Functions of Python's that need no interpreter lock. Locks and threads are kept for good.
 _allocate_lock = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThread_allocate_lock", ctypes.pythonapi))
+_start_thread = ctypes.PYFUNCTYPE(ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)(
+    ("PyThread_start_new_thread", ctypes.pythonapi)
+)
+_NO_THREAD = ctypes.c_ulong(-1).value
+_keep = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 #: The core that the caller runs on; None where threads cannot be told where to run.
 _core: Any = None
@@ -64,69 +67,56 @@ if hasattr(os, "sched_setaffinity"):
 class _Pool:
     """Helpers, and the boards where they hear of calls."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads  # that were asked for
-        self.boards = boards(threads)
+    def __init__(self) -> None:
+        self.threads = 1  # that were asked for
+        self.boards = tasks.boards(MOST_THREADS)  # few of its pages are ever touched
         self.address = self.boards.ctypes.data
-        self.words = memoryview(self.boards[0])  # header, row of the caller, rows of helpers
-        self.bells: list[int] = []  # that wake helpers 1, 2, ...
-        self.natives: list[Any] = []  # what the system calls them
+        self.records = tasks.helpers(MOST_THREADS)
+        self.helpers = memoryview(self.records)  # quicker to look at
+        self.bells: list[int] = []  # of helpers 1, 2, ...
         self.cores: set[int] = set() if _core is None else os.sched_getaffinity(0)  # theirs too
         bits = sum(1 << core for core in self.cores)
         words = range(0, bits.bit_length(), 64)
         self.core_bits = np.array([bits >> word & 0xFFFFFFFFFFFFFFFF for word in words], np.uint64)
         self.last = -math.inf  # when a call ended
+        for kept in (serve, self):  # helpers look at these while Python ends
+            _keep(kept)
 
-    def start(self) -> bool:
-        """Start the helpers; whether there is one."""
-        for me in range(1, self.threads):
+    def start(self, threads: int) -> None:
+        """Start helpers until there are so many threads, or no more to be had."""
+        function, cores = serve(0), self.core_bits
+        while 1 + len(self.bells) < threads:
             bell = _allocate_lock()
-            helper = threading.Thread(
-                target=self._serve, args=(me, bell), name=f"cunorm_{me}", daemon=True
-            )
             self.bells.append(bell)
-            handled = sys.exc_info()[1]
-            try:
-                helper.start()
-                self.natives.append(helper.native_id)
-            except RuntimeError as error:
-                cause = error.__context__
-                if cause is not None and cause is not handled:  # Ctrl-C while it waited for the
-                    raise cause from None  # thread: leaving its condition's lock failed then
-                self.bells.pop()  # too many threads
+            me = 1 + self.bells.index(bell)  # a signal's handler may have started others
+            self.records[me, :10] = (
+                me, self.address, AWAKE, bell, 0, cores.ctypes.data, cores.nbytes, False,
+                _LOOKS, _LAST_LOOKS,
+            )  # fmt: skip
+            if _start_thread(function, self.records[me].ctypes.data) == _NO_THREAD:
+                self.bells.remove(bell)
                 break
-        return bool(self.bells)
-
-    def _serve(self, me: int, bell: int) -> None:
-        """What a helper does all its life."""
-        cores = self.core_bits
-        serve(self.address, me, bell, cores.ctypes.data, cores.nbytes, LOOKS, LAST_LOOKS)
-
-    def dismiss(self) -> None:
-        """Let the helpers end when they have nothing to do."""
-        for me, bell in enumerate(self.bells, 1):
-            self.words[1 + me, _DISMISSED] = True
-            ring(self.address, me, bell)
+        self.threads = threads
 
     def wake(self, threads: int, nbytes: int) -> None:
         """Wake helpers for a call if they are worth it."""
-        if self.words[1, _ASLEEP]:
+        if self.helpers[0, ASLEEP]:
             if time.monotonic() > self.last + _SOON:
                 threads = min(threads, nbytes // _BYTES_PER_SLEEPER)
             for me in range(1, threads):
-                if self.words[1 + me, _STATE] == SLEEPS:
+                if self.helpers[me, STATE] == SLEEPS:
                     self._ring(me)
 
     def _ring(self, me: int) -> None:
         """Wake a helper elsewhere than on this core."""
         if _core is not None and (others := self.cores - {_core()}):
-            thread = self.natives[me - 1]
+            thread = self.helpers[me, NATIVE]
             with suppress(OSError):  # none that matters: it may run here then
                 # Otherwise someone has told it where to run, or another caller is waking it.
                 if os.sched_getaffinity(thread) == self.cores:
-                    self.words[1 + me, _MOVED] = True
+                    self.helpers[me, MOVED] = True
                     os.sched_setaffinity(thread, others)
-        ring(self.address, me, self.bells[me - 1])
+        ring(self.records[me].ctypes.data)
 
 
 _pool: _Pool | None = None
@@ -144,22 +134,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def _pool_of(threads: int) -> _Pool | None:
-    """The pool, for calls in up to so many threads; None if there are no threads to be had."""
+    """The pool, for calls in up to so many threads; None if that cannot be had now."""
     global _pool
     # This thread may have the lock already: a signal's handler may call us. Should Ctrl-C leave it
-    # taken, others do not wait for long. Threads do not start any more when Python ends.
+    # taken, others do not wait for long. Nothing is started any more when Python ends.
     if sys.is_finalizing() or not _starting.acquire(timeout=1):
         return None
     try:
-        if _pool is None or _pool.threads != threads:
-            pool, old = _Pool(threads), None
-            try:
-                started = pool.start()
-                old, _pool = _pool, pool if started else None
-            finally:
-                for other in (pool, old):
-                    if other is not None and other is not _pool:
-                        other.dismiss()
+        if _pool is None:
+            _pool = _Pool()
+        if _pool.threads < threads:
+            _pool.start(threads)
         return _pool
     finally:
         _starting.release()
@@ -170,7 +155,7 @@ def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
     threads = nbytes // _BYTES_PER_LISTENER
     if threads > 1 and tasks > 1 and (most := get_num_threads()) > 1:
         pool = _pool
-        if pool is None or pool.threads != most:
+        if pool is None or pool.threads < most:
             pool = _pool_of(most)
         if pool is not None:
             threads = min(most, tasks, threads, 1 + len(pool.bells))

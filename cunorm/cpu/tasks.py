@@ -8,6 +8,7 @@ a microsecond where waking a sleeping thread takes 50.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import platform
 from functools import lru_cache
@@ -24,7 +25,13 @@ from numba.extending import intrinsic
 from .elements import device_function, kernel
 
 __all__ = [
-    *("LAST_LOOKS", "LOOKS", "boards", "last_task", "next_task", "numbers", "ring", "serve"),
+    "boards",
+    "helpers",
+    "last_task",
+    "next_task",
+    "numbers",
+    "ring",
+    "serve",
     "shared_kernel",
 ]
 
@@ -44,22 +51,25 @@ _SEEN = 16  # ticket of the last call that the helper took part in
 _BEGUN = 24  # whether the thread has taken a task
 _LINE = 64
 
-# More words of rows, on the first board: of a helper's,
-STATE = 32
-DISMISSED = 40  # whether it shall end
-MOVED = 48  # whether it is to take back the cores that it may run on
-# and of the caller's.
-ASLEEP = 32  # how many helpers are, those included that have just been rung for
+# The words of what a helper knows of itself, by number.
+ME = 0
+BOARD = 1  # address of the first one
+STATE = 2  # AWAKE, SLEEPS or RUNG_FOR
+BELL = 3  # address of a lock
+NATIVE = 4  # what the system calls its thread
+CORES, CORE_BYTES = 5, 6  # where it may run: address and size of a bit for each core
+MOVED = 7  # whether it is to say so itself when it is awake
+LOOKS = 8  # how often it looks before it gives up,
+LAST_LOOKS = 9  # and once more when it has said so, for who came before that and has not rung
+# Of helper 0, which is the caller, there is but
+ASLEEP = 0  # how many helpers are, those included that have just been rung for
+_WORDS = 16
 
-#: What a helper's state may be.
 AWAKE, SLEEPS, RUNG_FOR = 0, 1, 2
 
 # How many callers at once find helpers; others do their work alone.
 _BOARDS = 4
 
-#: How often a helper looks before it gives up, on x86 for about half a millisecond, and once more
-#: when it has said so, for who came before that and has not rung.
-LOOKS, LAST_LOOKS = 8_000, 1_000
 _LOOKS_PER_YIELD = 16
 
 _HAS_YIELD = hasattr(os, "sched_yield")
@@ -125,7 +135,7 @@ def _exchange(typing_context, address, expected, value):
 
 def _call_c(builder, name, result, *arguments):
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 @intrinsic
@@ -164,6 +174,18 @@ def _wake(typing_context, bell):
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def _native_id(typing_context):
+    """What the system calls this thread, as far as it can be told by that where to run."""
+
+    def generate(context, builder, signature, _):
+        if not _HAS_AFFINITY:
+            return _WORD(0)
+        return _call_c(builder, "PyThread_get_thread_native_id", _WORD)
+
+    return types.int64(), generate
 
 
 @intrinsic
@@ -236,9 +258,32 @@ def _again(typing_context):
     return types.UniTuple(types.int64, 2)(), generate
 
 
+@intrinsic
+def _for_a_thread(typing_context):
+    """Address of this very kernel as a thread begins with it: a function of an address."""
+
+    def generate(context, builder, signature, _):
+        kernel = builder.function
+        kind = ir.FunctionType(ir.VoidType(), [_WORD])
+        function = ir.Function(builder.module, kind, f"{kernel.name}.thread")
+        function.linkage = "internal"
+        within = ir.IRBuilder(function.append_basic_block())
+        result, error = (within.alloca(argument.type.pointee) for argument in kernel.args[:2])
+        within.call(kernel, [result, error, *function.args])
+        within.ret_void()
+        return builder.ptrtoint(function, _WORD)
+
+    return types.int64(), generate
+
+
 @device_function
 def _row(board, thread):
     return board + _LINE * (1 + thread)
+
+
+@device_function
+def _word(helper, number):
+    return helper + 8 * number
 
 
 @device_function
@@ -322,32 +367,39 @@ def _listen(first, me, most):
 
 
 @kernel
-def serve(first, me, bell, cores, nbytes, looks, last_looks):
-    """What a helper does until it is dismissed: listen, and sleep until its bell rings."""
-    row = _row(first, me)
-    asleep = _row(first, 0) + ASLEEP
+def serve(helper):
+    """What a helper does all its life: listen, and sleep until its bell rings.
+
+    For 0 the address of a function that does it.
+    """
+    if helper == 0:
+        return _for_a_thread()
+    me = _look(_word(helper, ME))
+    board, bell = _look(_word(helper, BOARD)), _look(_word(helper, BELL))
+    asleep = _word(helper, ASLEEP - me * _WORDS)
+    _tell(_word(helper, NATIVE), _native_id())
     _sleep(bell)  # which is new, and now waits to be rung
-    while _look(row + DISMISSED) == 0:
-        _listen(first, me, looks)
-        _tell(row + STATE, SLEEPS)
+    while bell != 0:  # for ever, which Numba would not compile
+        _listen(board, me, _look(_word(helper, LOOKS)))
+        _tell(_word(helper, STATE), SLEEPS)
         _add(asleep, 1)
-        _listen(first, me, last_looks)
+        _listen(board, me, _look(_word(helper, LAST_LOOKS)))
         _sleep(bell)
-        if _exchange(row + MOVED, 1, 0):
-            _run_on(cores, nbytes)
-        _tell(row + STATE, AWAKE)
+        if _exchange(_word(helper, MOVED), 1, 0):
+            _run_on(_look(_word(helper, CORES)), _look(_word(helper, CORE_BYTES)))
+        _tell(_word(helper, STATE), AWAKE)
         _add(asleep, -1)
+    return 0
 
 
 @kernel
-def ring(first, me, bell):
-    """Wake a helper that sleeps or shall end.
+def ring(helper):
+    """Wake a helper, if it sleeps.
 
     In one step of Python: Ctrl-C between the two would leave a helper that nobody rings for again.
     """
-    row = _row(first, me)
-    if _exchange(row + STATE, SLEEPS, RUNG_FOR) or _look(row + DISMISSED) != 0:
-        _wake(bell)
+    if _exchange(_word(helper, STATE), SLEEPS, RUNG_FOR):
+        _wake(_look(_word(helper, BELL)))
 
 
 @device_function
@@ -388,17 +440,26 @@ def last_task(board, me):
     return begin + _look(_row(board, thread) + _END) - 1 - task
 
 
+def _lines(*shape: int) -> Any:
+    """Words that are 0, the last axis a number of whole cache lines."""
+    size, line = math.prod(shape), _LINE // 8
+    memory = np.zeros(size + line, np.int64)
+    start = -memory.ctypes.data % _LINE // 8
+    return memory[start : start + size].reshape(shape)
+
+
 def boards(threads: int) -> Any:
     """Boards for calls in up to so many threads, as rows of words."""
-    words = _LINE // 8
-    size = _BOARDS * (1 + threads) * words
-    memory = np.zeros(size + words, np.int64)
-    start = -memory.ctypes.data % _LINE // 8
-    found = memory[start : start + size].reshape(_BOARDS, 1 + threads, words)
+    found = _lines(_BOARDS, 1 + threads, _LINE // 8)
     found[:, 0, _INSIDE // 8] = -_CLOSED
     for board, other in pairwise(found):
         board[0, _OTHER // 8] = other.ctypes.data
     return found
+
+
+def helpers(threads: int) -> Any:
+    """What the helpers of so many threads know of themselves, as rows of words."""
+    return _lines(threads, _WORDS)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from .. import checks
 
 __all__ = ["get_num_threads", "set_num_threads"]
 
-_MOST = 1024
+MOST_THREADS = 1024
 
 
 def _available() -> int:
@@ -18,15 +18,15 @@ def _available() -> int:
             number = int(setting)
         except ValueError:
             number = 0
-        if not 1 <= number <= _MOST:
+        if not 1 <= number <= MOST_THREADS:
             raise ValueError(
                 "environment variable CUNORM_NUM_THREADS: expected an integer from 1 to "
-                f"{_MOST}, got {setting!r}"
+                f"{MOST_THREADS}, got {setting!r}"
             )
         return number
     if hasattr(os, "sched_getaffinity"):
-        return min(len(os.sched_getaffinity(0)), _MOST)
-    return min(os.cpu_count() or 1, _MOST)
+        return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    return min(os.cpu_count() or 1, MOST_THREADS)
 
 
 _threads = _available()
@@ -50,6 +50,6 @@ def set_num_threads(number: int) -> None:
     """
     global _threads
     number = checks.integer("number", number)
-    if not 1 <= number <= _MOST:
-        raise ValueError(f"number: expected 1 to {_MOST}, got {number}")
+    if not 1 <= number <= MOST_THREADS:
+        raise ValueError(f"number: expected 1 to {MOST_THREADS}, got {number}")
     _threads = number
