@@ -15,6 +15,7 @@ from numba import njit
 from numba.core.caching import NullCache
 
 import cunorm
+from cunorm import arrays
 from cunorm.cpu import pool, tasks
 
 SHAPES = [((16, 32, 28, 28), 1), ((8, 16, 4, 4), 1), ((40_000, 32), 1), ((3, 2, 500, 500), 1)]
@@ -72,7 +73,7 @@ def test_forked_child(threads):
     def child():
         results = workload(3)
         same = all(np.array_equal(a, b) for a, b in zip(expected, results, strict=True))
-        queue.put((same, len(pool._pool.bells)))
+        queue.put((same, pool._pool.size - 1))
 
     for _ in range(3):
         process = context.Process(target=child)
@@ -133,11 +134,11 @@ def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
             return start(function, helper)
 
         monkeypatch.setattr(pool, "_start_thread", limited)
-        before = 0 if pool._pool is None else len(pool._pool.bells)
+        before = 1 if pool._pool is None else pool._pool.size
         for _ in range(2):  # which does not try again
             y = cunorm.batch_norm_forward(x)[0]
         assert len(started) == allowed
-        assert len(pool._pool.bells) == before + allowed
+        assert pool._pool.size == before + allowed
         np.testing.assert_array_equal(y, expected)
 
 
@@ -182,7 +183,7 @@ def until(condition):
 
 def asleep(helpers):
     """Whether all helpers are, and none has been rung for."""
-    states = helpers.records[1 : 1 + len(helpers.bells), tasks.STATE]
+    states = helpers.records[1 : helpers.size, tasks.STATE]
     return set(states) == {tasks.SLEEPS} and helpers.records[0, tasks.ASLEEP] == len(states)
 
 
@@ -357,12 +358,12 @@ def test_fewer_threads_than_before(threads, monkeypatch):
 
     kernel = kernel_of(who)
     monkeypatch.setattr(pool, "_pool", None)
-    for number, helpers in ((4, 3), (2, 3), (3, 3), (5, 4)):
+    for number, size in ((4, 4), (2, 4), (3, 4), (5, 5)):
         threads(number)
         places = np.zeros(8, np.int64)
         for _ in range(200):
             pool.run(kernel, 50, 1 << 30, places.ctypes.data)
-        assert len(pool._pool.bells) == helpers
+        assert pool._pool.size == size
         assert places.sum() == 200 * 50
         assert not places[number:].any()
 
@@ -381,7 +382,8 @@ def test_error_in_a_kernel(threads, who):
     kernel = kernel_of(fail)
     counting = kernel_of(count_tasks)
     threads(2)
-    pool.run(kernel, 2, 1 << 30, np.full(1, 2, np.int64).ctypes.data, 2)  # compiles it
+    places = np.full(1, 2, np.int64)
+    pool.run(kernel, 2, 1 << 30, places.ctypes.data, 2)  # compiles it
     for _ in range(20):
         places = np.zeros(1, np.int64)
         with pytest.raises(MemoryError, match="working arrays"):
@@ -458,7 +460,7 @@ assert swallowed == [KeyboardInterrupt] * len(swallowed) and (interrupts or not 
 cunorm.set_num_threads(4)
 assert (cunorm.batch_norm_forward(x)[0] == expected).all()
 from cunorm.cpu import pool
-assert len(pool._pool.bells) == 3
+assert pool._pool.size == 4
 if os.path.isdir("/proc/self/task"):
     assert len(os.listdir("/proc/self/task")) <= before + 2
 """
@@ -634,6 +636,36 @@ def test_number_of_threads_from_the_environment():
     for bad in ("0", "-2", "many", "1025"):
         result = run_python(code, CUNORM_NUM_THREADS=bad)
         assert f"expected an integer from 1 to 1024, got {bad!r}" in result.stderr
+
+
+def test_first_call_while_the_interpreter_shuts_down():
+    """It is too late to import anything then: an error, and no thread is waited for in vain."""
+    code = """
+import sys, numpy as np, cunorm
+x = np.random.default_rng(0).standard_normal((64, 64, 28, 28), dtype=np.float32)
+class Last:
+    def __del__(self):
+        assert sys.is_finalizing()
+        cunorm.batch_norm_forward(x)
+_last = Last()  # gone before what it needs
+"""
+    result = run_python(code)
+    assert "ImportError: sys.meta_path is None" in result.stderr
+
+
+def test_first_call_in_an_import(tmp_path, monkeypatch):
+    (tmp_path / "calling_cunorm.py").write_text(
+        "from cunorm import arrays\nwait = arrays._can_wait_for_an_import()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import calling_cunorm
+
+    assert not calling_cunorm.wait
+    found = []
+    caller = threading.Thread(target=lambda: found.append(arrays._can_wait_for_an_import()))
+    caller.start()
+    caller.join()
+    assert found == [True]
 
 
 def test_calls_while_the_interpreter_shuts_down():

@@ -14,5 +14,6 @@ cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 
 # What is compiled for helpers is needed in the middle of calls.
+nobody = tasks.helpers(1)
 tasks.serve(0)
-tasks.ring(tasks.helpers(1).ctypes.data)
+tasks.ring(nobody.ctypes.data)

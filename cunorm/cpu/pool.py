@@ -11,8 +11,9 @@ a place in the pool: many callers at once, or no thread to be had, slow it down 
 After a call a helper listens for the next one for a moment before it goes to sleep, as
 threads of OpenMP do, but yields its core to whoever wants it. It is no thread of Python's: all its
 life is compiled code, since to wait for the interpreter lock, which a caller in a loop keeps for
-milliseconds, takes longer than to be woken. Ctrl-C may come between any two steps of Python; to
-start a helper, or to ring for it, is one.
+milliseconds, takes longer than to be woken. Helpers, and what they look at, are kept for good.
+Ctrl-C may come between any two steps of Python; to ring for a helper is one, and a helper that has
+been started twice is there once.
 
 Linux may wake a helper on the core of its caller while others have nothing to do: those of a
 virtual machine that have gone to sleep do not count as idle. There the helper would wait for
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from . import tasks
-from .tasks import ASLEEP, AWAKE, MOVED, NATIVE, SLEEPS, STATE, ring, serve
+from .tasks import ASLEEP, MOVED, NATIVE, NOBODY, SLEEPS, STATE, ring, serve
 from .threads import MOST_THREADS, get_num_threads
 
 __all__ = ["run"]
@@ -50,8 +51,6 @@ _SOON = 1e-3
 # How often helpers look before they give up, on x86 for half a millisecond, and once more.
 _LOOKS, _LAST_LOOKS = 8_000, 1_000
 
-# Functions of Python's that need no interpreter lock. Locks and threads are kept for good.
-_allocate_lock = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThread_allocate_lock", ctypes.pythonapi))
 _start_thread = ctypes.PYFUNCTYPE(ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)(
     ("PyThread_start_new_thread", ctypes.pythonapi)
 )
@@ -73,7 +72,7 @@ class _Pool:
         self.address = self.boards.ctypes.data
         self.records = tasks.helpers(MOST_THREADS)
         self.helpers = memoryview(self.records)  # quicker to look at
-        self.bells: list[int] = []  # of helpers 1, 2, ...
+        self.size = 1  # that there are
         self.cores: set[int] = set() if _core is None else os.sched_getaffinity(0)  # theirs too
         bits = sum(1 << core for core in self.cores)
         words = range(0, bits.bit_length(), 64)
@@ -85,17 +84,15 @@ class _Pool:
     def start(self, threads: int) -> None:
         """Start helpers until there are so many threads, or no more to be had."""
         function, cores = serve(0), self.core_bits
-        while 1 + len(self.bells) < threads:
-            bell = _allocate_lock()
-            self.bells.append(bell)
-            me = 1 + self.bells.index(bell)  # a signal's handler may have started others
-            self.records[me, :10] = (
-                me, self.address, AWAKE, bell, 0, cores.ctypes.data, cores.nbytes, False,
-                _LOOKS, _LAST_LOOKS,
-            )  # fmt: skip
-            if _start_thread(function, self.records[me].ctypes.data) == _NO_THREAD:
-                self.bells.remove(bell)
-                break
+        for me in range(1, threads):
+            helper = self.records[me]
+            if helper[STATE] == NOBODY:  # or not yet: a second one ends at once
+                helper[tasks.ME], helper[tasks.BOARD] = me, self.address
+                helper[tasks.LOOKS], helper[tasks.LAST_LOOKS] = _LOOKS, _LAST_LOOKS
+                helper[tasks.CORES], helper[tasks.CORE_BYTES] = cores.ctypes.data, cores.nbytes
+                if _start_thread(function, helper.ctypes.data) == _NO_THREAD:
+                    break
+            self.size = max(self.size, 1 + me)
         self.threads = threads
 
     def wake(self, threads: int, nbytes: int) -> None:
@@ -116,6 +113,7 @@ class _Pool:
                 if os.sched_getaffinity(thread) == self.cores:
                     self.helpers[me, MOVED] = True
                     os.sched_setaffinity(thread, others)
+                    self.helpers[me, MOVED] = True  # should it have woken in between
         ring(self.records[me].ctypes.data)
 
 
@@ -138,16 +136,19 @@ def _pool_of(threads: int) -> _Pool | None:
     global _pool
     # This thread may have the lock already: a signal's handler may call us. Should Ctrl-C leave it
     # taken, others do not wait for long. Nothing is started any more when Python ends.
-    if sys.is_finalizing() or not _starting.acquire(timeout=1):
+    lock = _starting
+    if sys.is_finalizing() or not lock.acquire(timeout=1):
         return None
     try:
         if _pool is None:
-            _pool = _Pool()
+            pool = _Pool()
+            if _pool is None:  # still
+                _pool = pool
         if _pool.threads < threads:
             _pool.start(threads)
         return _pool
     finally:
-        _starting.release()
+        lock.release()
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
@@ -158,7 +159,7 @@ def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
         if pool is None or pool.threads < most:
             pool = _pool_of(most)
         if pool is not None:
-            threads = min(most, tasks, threads, 1 + len(pool.bells))
+            threads = min(most, tasks, threads, pool.size)
             pool.wake(threads, nbytes)
             kernel(pool.address, -threads, tasks, *arguments)
             pool.last = time.monotonic()

@@ -54,8 +54,8 @@ _LINE = 64
 # The words of what a helper knows of itself, by number.
 ME = 0
 BOARD = 1  # address of the first one
-STATE = 2  # AWAKE, SLEEPS or RUNG_FOR
-BELL = 3  # address of a lock
+STATE = 2  # NOBODY before it is there, AWAKE, SLEEPS or RUNG_FOR
+BELL = 3  # address of its lock
 NATIVE = 4  # what the system calls its thread
 CORES, CORE_BYTES = 5, 6  # where it may run: address and size of a bit for each core
 MOVED = 7  # whether it is to say so itself when it is awake
@@ -65,7 +65,7 @@ LAST_LOOKS = 9  # and once more when it has said so, for who came before that an
 ASLEEP = 0  # how many helpers are, those included that have just been rung for
 _WORDS = 16
 
-AWAKE, SLEEPS, RUNG_FOR = 0, 1, 2
+NOBODY, AWAKE, SLEEPS, RUNG_FOR = 0, 1, 2, 3
 
 # How many callers at once find helpers; others do their work alone.
 _BOARDS = 4
@@ -155,8 +155,18 @@ def _pause(typing_context, looks):
 
 
 @intrinsic
+def _new_bell(typing_context):
+    """A lock of Python's C interface, or 0."""
+
+    def generate(context, builder, signature, _):
+        return _call_c(builder, "PyThread_allocate_lock", _WORD)
+
+    return types.int64(), generate
+
+
+@intrinsic
 def _sleep(typing_context, bell):
-    """Wait until a bell rings: a lock of Python's, which is taken whenever nobody has rung."""
+    """Wait until a bell rings: a lock that is taken whenever nobody has rung."""
 
     def generate(context, builder, signature, arguments):
         _call_c(builder, "PyThread_acquire_lock", _INT, *arguments, _INT(1))
@@ -368,16 +378,19 @@ def _listen(first, me, most):
 
 @kernel
 def serve(helper):
-    """What a helper does all its life: listen, and sleep until its bell rings.
+    """What a helper does all its life, if it is the first: listen, and sleep until its bell rings.
 
     For 0 the address of a function that does it.
     """
     if helper == 0:
         return _for_a_thread()
-    me = _look(_word(helper, ME))
-    board, bell = _look(_word(helper, BOARD)), _look(_word(helper, BELL))
+    bell = _new_bell()
+    if bell == 0 or not _exchange(_word(helper, STATE), NOBODY, AWAKE):
+        return 0
+    me, board = _look(_word(helper, ME)), _look(_word(helper, BOARD))
     asleep = _word(helper, ASLEEP - me * _WORDS)
     _tell(_word(helper, NATIVE), _native_id())
+    _tell(_word(helper, BELL), bell)
     _sleep(bell)  # which is new, and now waits to be rung
     while bell != 0:  # for ever, which Numba would not compile
         _listen(board, me, _look(_word(helper, LOOKS)))
