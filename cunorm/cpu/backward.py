@@ -23,8 +23,11 @@ from ..geometry import Geometry
 from .elements import (
     LINE_ELEMENTS,
     accumulate,
+    apart,
     as_accumulator,
     device_function,
+    fetch,
+    fetch_step,
     flat,
     flush,
     follow,
@@ -316,6 +319,16 @@ def _row_reduce(dy, x, start, width, mean, sum_dy, sum_dy_xmu):
 
 
 @device_function
+def _two_rows(dy, x, a, b, start, length, mean, sum_dy, sum_dy_xmu):
+    for p in range(start, start + length):
+        center = load_scratch(mean, p)
+        first, second = load(dy, a + p), load(dy, b + p)
+        products = first * (load(x, a + p) - center) + second * (load(x, b + p) - center)
+        store(sum_dy, p, load_scratch(sum_dy, p) + (first + second))
+        store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + products)
+
+
+@device_function
 def _columns_chunk(
     dy, x, start, stride, rows, width, mean, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu
 ):
@@ -328,15 +341,20 @@ def _columns_chunk(
         store(sum_dy, p, zero)
         store(sum_dy_xmu, p, zero)
     twos = 0 if reads_on(x, stride, width) else rows // 2 * 2
+    far, step = apart(x, stride, width), fetch_step(x)
     for row in range(0, twos, 2):
         a = start + row * stride
         b = a + stride
-        for p in range(width):
-            center = load_scratch(mean, p)
-            first, second = load(dy, a + p), load(dy, b + p)
-            products = first * (load(x, a + p) - center) + second * (load(x, b + p) - center)
-            store(sum_dy, p, load_scratch(sum_dy, p) + (first + second))
-            store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + products)
+        if not far:
+            _two_rows(dy, x, a, b, 0, width, mean, sum_dy, sum_dy_xmu)
+            continue
+        whole = width // step * step
+        for p in range(0, whole, step):
+            for i in (a + p, b + p):
+                fetch(dy, i + 2 * stride, step)
+                fetch(x, i + 2 * stride, step)
+            _two_rows(dy, x, a, b, p, step, mean, sum_dy, sum_dy_xmu)
+        _two_rows(dy, x, a, b, whole, width - whole, mean, sum_dy, sum_dy_xmu)
     for row in range(twos, rows):
         _row_reduce(dy, x, start + row * stride, width, mean, sum_dy, sum_dy_xmu)
     for p in range(width):
@@ -473,7 +491,7 @@ def _columns_gradient(
     numbers = (dy, x, mean, scale, slope, offset)
     write_rows(
         dx, start, stride, rows, width, tail_width, streaming, _position_gradient, numbers,
-        (width + more + 1) // 2, x[:0],
+        (width + more + 1) // 2, dy, x,
     )  # fmt: skip
 
 

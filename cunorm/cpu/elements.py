@@ -39,9 +39,6 @@ LINE_ELEMENTS = 32
 # Arrays of so many bytes do not stay in a second-level cache.
 _FAR_BYTES = 4 << 20
 
-# Of a row that lies apart from the one before; the rest is fetched ahead by the hardware.
-_FETCHED_BYTES = 512
-
 # Results that wait in a first-level cache to be written past it.
 _STAGE_BYTES = 2 << 10
 
@@ -93,16 +90,17 @@ def _address(context, builder, array_type, array, index):
     return builder.gep(struct.data, [index], inbounds=True)
 
 
-def _alias_scope(module):
-    """The scope of what `load` reads, which no `store` changes before its time.
-
-    An output may be the input itself, but an element is then read before the
-    same element is written. Saying so spares the loops a test for overlap and
-    keeps calls in place vectorized.
-    """
+def _scopes(module, *names):
+    """A list of what memory is accessed as, for `alias.scope` and `noalias`."""
     domain = module.add_metadata(["cunorm"])
-    scope = module.add_metadata(["cunorm elements", domain])
-    return module.add_metadata([scope])
+    return module.add_metadata([module.add_metadata([f"cunorm {name}", domain]) for name in names])
+
+
+# What `load` reads, which no `store` changes before its time: an output may be the input itself,
+# but an element is then read before the same element is written. What is streamed is an output,
+# which no kernel reads. Saying so spares the loops tests for overlap, and keeps calls in place
+# vectorized.
+_INPUT, _STREAMED = "input", "streamed"
 
 
 def _widen(builder, dtype, value):
@@ -149,7 +147,9 @@ def _define_load(constant):
         def generate(context, builder, signature, arguments):
             value = builder.load(_address(context, builder, signature.args[0], *arguments))
             if constant:
-                value.set_metadata("alias.scope", _alias_scope(builder.module))
+                value.set_metadata("alias.scope", _scopes(builder.module, _INPUT))
+            else:
+                value.set_metadata("noalias", _scopes(builder.module, _INPUT, _STREAMED))
             return _widen(builder, array.dtype, value)
 
         return _accumulator(array.dtype)(array, types.intp), generate
@@ -173,8 +173,9 @@ def _pack(builder, first, second):
 
 def _emit_store(builder, value, address, streaming, align=None):
     instruction = builder.store(value, address, align=64 if streaming else align)
-    instruction.set_metadata("noalias", _alias_scope(builder.module))
+    instruction.set_metadata("noalias", _scopes(builder.module, _INPUT))
     if streaming:
+        instruction.set_metadata("alias.scope", _scopes(builder.module, _STREAMED))
         one = ir.Constant(ir.IntType(32), 1)
         instruction.set_metadata("nontemporal", builder.module.add_metadata([one]))
 
@@ -279,6 +280,36 @@ def _prefetch(typing_context, array, index):
     return types.void(array, types.intp), generate
 
 
+@intrinsic
+def _per_line(typing_context, array):
+    """How many elements a cache line has: unlike `itemsize` a number that the compiler knows."""
+
+    def generate(context, builder, signature, arguments):
+        return ir.Constant(ir.IntType(64), 64 * 8 // signature.args[0].dtype.bitwidth)
+
+    return types.int64(array), generate
+
+
+@device_function
+def fetch(array, start, length):
+    """Fetch what will be read soon, of an array or None; it need not lie in the array."""
+    if array is not None:
+        for i in range(start, start + length, _per_line(array)):
+            _prefetch(array, i)
+
+
+@device_function
+def fetch_step(array):
+    """How many elements to fetch at a time."""
+    return _FETCHED_LINES * _per_line(array)
+
+
+@device_function
+def apart(array, stride, width):
+    """Whether rows lie apart in memory, so that the hardware starts anew with every one."""
+    return stride > width and array.size * array.itemsize >= _FAR_BYTES
+
+
 @device_function
 def prefetch(array, start, length):
     """Fetch a run that will be read soon; it need not lie in the array.
@@ -286,10 +317,8 @@ def prefetch(array, start, length):
     The hardware notices only after some lines that a run is read on and on; runs of more than
     4 KiB are left to it. Small arrays are near already.
     """
-    line = 64 // array.itemsize
-    if length <= 64 * line and array.size * array.itemsize >= _FAR_BYTES:
-        for i in range(start, start + length, line):
-            _prefetch(array, i)
+    if length <= 64 * _per_line(array) and array.size * array.itemsize >= _FAR_BYTES:
+        fetch(array, start, length)
 
 
 @device_function
@@ -307,7 +336,7 @@ def streaming_range(array, start, end, streaming):
     """
     if not streaming:
         return end, end
-    line = 64 // array.itemsize
+    line = _per_line(array)
     first = start + _line_rest(array, start)
     whole = first == start and (end - start) % line == 0
     if end - first < 8 * line and not whole:
@@ -356,13 +385,39 @@ def _sweep(put, y, to_y, start, end, element, arguments, to_p, half):
 
 
 @device_function
-def write(y, to_y, start, end, streaming, element, arguments, to_p, half):
-    """`sweep`, past the caches as far as that pays."""
-    first, last = streaming_range(y, start + to_y, end + to_y, streaming)
-    first, last = first - to_y, last - to_y
-    sweep(store, y, to_y, start, first, element, arguments, to_p, half)
-    if first < end:
-        sweep(store_streaming, y, to_y, first, last, element, arguments, to_p, half)
+def _sweep_on(
+    put, y, to_y, start, end, element, arguments, to_p, half, first, second, ahead
+):  # fmt: skip
+    """`sweep`, fetching what lies so many elements `ahead` in two arrays, or None; 0: nothing."""
+    if first is None or ahead == 0:
+        sweep(put, y, to_y, start, end, element, arguments, to_p, half)
+        return
+    step = fetch_step(y)
+    whole = start + (end - start) // step * step
+    for begin in range(start, whole, step):
+        fetch(first, begin + ahead, step)
+        fetch(second, begin + ahead, step)
+        sweep(put, y, to_y, begin, begin + step, element, arguments, to_p, half)
+    sweep(put, y, to_y, whole, end, element, arguments, to_p, half)
+
+
+@device_function
+def write(
+    y, to_y, start, end, streaming, element, arguments, to_p, half, first=None, second=None, ahead=0
+):
+    """`sweep`, past the caches as far as that pays.
+
+    `first` and `second` are arrays, or None, that are read beside it: what lies so many elements
+    `ahead` is fetched meanwhile, but for 0.
+    """
+    lead, last = streaming_range(y, start + to_y, end + to_y, streaming)
+    lead, last = lead - to_y, last - to_y
+    _sweep_on(store, y, to_y, start, lead, element, arguments, to_p, half, first, second, ahead)
+    if lead < end:
+        _sweep_on(
+            store_streaming, y, to_y, lead, last, element, arguments, to_p, half,
+            first, second, ahead,
+        )  # fmt: skip
         sweep(store, y, to_y, last, end, element, arguments, to_p, half)
 
 
@@ -379,13 +434,14 @@ def joined(y, stride, width, streaming):
 
 @device_function
 def write_rows(
-    y, start, stride, rows, width, tail_width, streaming, element, arguments, half, fetched
+    y, start, stride, rows, width, tail_width, streaming, element, arguments, half, first, second
 ):
     """`write` for `rows` rows of `width` positions and, below them, `tail_width` positions.
 
-    The numbers of positions are those of `joined` ones. The next row of `fetched` is fetched
-    ahead if it lies apart.
+    The numbers of positions are those of `joined` ones. The next row of `first` and `second`,
+    arrays or None, is fetched ahead if rows lie apart.
     """
+    far = apart(y, stride, width)
     lead = 0
     bulk = rows - 1 if joined(y, stride, width, streaming) else 0
     if bulk > 0:
@@ -396,10 +452,12 @@ def write_rows(
         sweep(store, y, start, 0, lead, element, (start, *arguments), 0, half)
     for row in range(max(0, bulk), rows + 1):
         begin = start + row * stride
-        if stride > width and row < rows:
-            prefetch(fetched, begin + stride, min(width, _FETCHED_BYTES // y.itemsize))
         length = width if row < rows else tail_width
-        write(y, begin, lead, length, streaming, element, (begin, *arguments), 0, half)
+        ahead = begin + stride if far else 0
+        write(
+            y, begin, lead, length, streaming, element, (begin, *arguments), 0, half,
+            first, second, ahead,
+        )  # fmt: skip
         lead = 0
 
 
@@ -495,30 +553,6 @@ def _write_run(y, start, end, element, arguments):
 
 
 @device_function
-def _fetch_ahead(array, start, end):
-    """Fetch what lies beyond the elements [start, end) of an array, if there is one."""
-    if array is not None:
-        line = 64 // array.itemsize
-        for i in range(start + _AHEAD_LINES * line, end + _AHEAD_LINES * line, line):
-            _prefetch(array, i)
-
-
-@device_function
-def _stream(y, start, end, element, arguments, first, second):
-    """`write` past the caches, as `write_on` does it."""
-    lead, last = streaming_range(y, start, end, True)
-    sweep(store, y, 0, start, lead, element, arguments, 0, 0)
-    if lead < end:
-        step = last - lead if first is None else _FETCHED_LINES * 64 // y.itemsize
-        for begin in range(lead, last, step):
-            stop = min(begin + step, last)
-            _fetch_ahead(first, begin, stop)
-            _fetch_ahead(second, begin, stop)
-            sweep(store_streaming, y, 0, begin, stop, element, arguments, 0, 0)
-        sweep(store, y, 0, last, end, element, arguments, 0, 0)
-
-
-@device_function
 def write_on(y, start, end, streaming, element, arguments, stage, staged, first, second):
     """`write` of a run, by way of a stage if there is one, which begins with the element `staged`.
 
@@ -526,17 +560,18 @@ def write_on(y, start, end, streaming, element, arguments, stage, staged, first,
     memory, or None: when streaming they are fetched ahead, in steps, where the hardware would
     start anew with every run.
     """
+    ahead = _AHEAD_LINES * _per_line(y)
     if stage.size == 0:
         if streaming:
-            _stream(y, start, end, element, arguments, first, second)
+            write(y, 0, start, end, True, element, arguments, 0, 0, first, second, ahead)
         else:
             write_run(y, start, end, element, arguments)
         return end
     while start < end:
         full = staged + stage.size
         stop = min(end, full)
-        _fetch_ahead(first, start, stop)
-        _fetch_ahead(second, start, stop)
+        fetch(first, start + ahead, stop - start)
+        fetch(second, start + ahead, stop - start)
         sweep(store, stage, -staged, start, stop, element, arguments, 0, 0)
         if stop == full:
             flush(y, staged, full, stage)

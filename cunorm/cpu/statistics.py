@@ -25,9 +25,12 @@ from .. import running
 from ..geometry import Geometry
 from .elements import (
     accumulate,
+    apart,
     as_accumulator,
     dense,
     device_function,
+    fetch,
+    fetch_step,
     flat,
     kernel,
     load,
@@ -273,20 +276,45 @@ def reads_on(x, stride, width):
 
 
 @device_function
+def _four_sums(x, a, b, c, d, start, length, center, total):
+    for p in range(start, start + length):
+        pivot = load_scratch(center, p)
+        low = (load(x, a + p) - pivot) + (load(x, b + p) - pivot)
+        high = (load(x, c + p) - pivot) + (load(x, d + p) - pivot)
+        store(total, p, load_scratch(total, p) + (low + high))
+
+
+@device_function
+def _four_squares(x, a, b, c, d, start, length, center, total, squares):
+    for p in range(start, start + length):
+        middle = load_scratch(center, p)
+        da, db = load(x, a + p) - middle, load(x, b + p) - middle
+        dc, dd = load(x, c + p) - middle, load(x, d + p) - middle
+        store(total, p, load_scratch(total, p) + ((da + db) + (dc + dd)))
+        sums = (da * da + db * db) + (dc * dc + dd * dd)
+        store(squares, p, load_scratch(squares, p) + sums)
+
+
+@device_function
 def _center_columns(x, start, stride, rows, width, center, total):
     """Move the centers of `width` positions, and the totals about them, to the means of `rows`.
 
     Four rows are added before they meet the running sums (but see `reads_on`).
     """
     fours = 0 if reads_on(x, stride, width) else rows // 4 * 4
+    far, step = apart(x, stride, width), fetch_step(x)
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-        for p in range(width):
-            pivot = load_scratch(center, p)
-            low = (load(x, a + p) - pivot) + (load(x, b + p) - pivot)
-            high = (load(x, c + p) - pivot) + (load(x, d + p) - pivot)
-            store(total, p, load_scratch(total, p) + (low + high))
+        if not far:
+            _four_sums(x, a, b, c, d, 0, width, center, total)
+            continue
+        whole = width // step * step
+        for p in range(0, whole, step):
+            for i in (a + p, b + p, c + p, d + p):
+                fetch(x, i + 4 * stride, step)
+            _four_sums(x, a, b, c, d, p, step, center, total)
+        _four_sums(x, a, b, c, d, whole, width - whole, center, total)
     for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):
@@ -304,6 +332,7 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
     """Merge `rows` rows into the moments that `width` positions have of `count` rows before."""
     zero = as_accumulator(x, 0.0)
     fours = 0 if reads_on(x, stride, width) else rows // 4 * 4
+    far, step = count > 0 and apart(x, stride, width), fetch_step(x)
     for p in range(width):
         store(center, p, _center(x, load_scratch(mean, p)) if count else _pivot(x, start + p))
         store(total, p, zero)
@@ -313,13 +342,15 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-        for p in range(width):
-            middle = load_scratch(center, p)
-            da, db = load(x, a + p) - middle, load(x, b + p) - middle
-            dc, dd = load(x, c + p) - middle, load(x, d + p) - middle
-            store(total, p, load_scratch(total, p) + ((da + db) + (dc + dd)))
-            sums = (da * da + db * db) + (dc * dc + dd * dd)
-            store(squares, p, load_scratch(squares, p) + sums)
+        if not far:
+            _four_squares(x, a, b, c, d, 0, width, center, total, squares)
+            continue
+        whole = width // step * step
+        for p in range(0, whole, step):
+            for i in (a + p, b + p, c + p, d + p):
+                fetch(x, i + 4 * stride, step)
+            _four_squares(x, a, b, c, d, p, step, center, total, squares)
+        _four_squares(x, a, b, c, d, whole, width - whole, center, total, squares)
     for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):

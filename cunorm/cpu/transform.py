@@ -214,7 +214,7 @@ def columns_transform(
     numbers = (x, mean, scale, lay(y, shift, rooms[2], width, more))
     write_rows(
         y, start, stride, rows, width, tail_width, streaming, _position_transformed, numbers,
-        (width + more + 1) // 2, x,
+        (width + more + 1) // 2, x, None,
     )  # fmt: skip
 
 
