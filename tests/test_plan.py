@@ -83,11 +83,13 @@ def test_stretches_cover_memory_in_whole_lines(outer, group, inner, itemsize):
 @pytest.mark.parametrize(
     ("shape", "operands", "number", "block"),
     [
-        ((64, 256, 28, 28), 1, 2, 10),  # 11 would be 32 KiB on end, 10 are 2 MiB
-        ((64, 256, 28, 28), 2, 2, 5),
-        ((64, 256, 28, 28), 1, 16, 4),  # 64 blocks for 16 threads
-        ((64, 256, 28, 28), 1, 200, 1),
-        ((32, 256, 32, 32), 1, 2, 8),
+        ((64, 256, 27, 27), 1, 2, 11),  # 12 would be 32 KiB on end, 11 are 2 MiB
+        ((64, 256, 27, 27), 2, 2, 5),
+        ((64, 256, 27, 27), 1, 16, 4),  # 64 blocks for 16 threads
+        ((64, 256, 27, 27), 1, 200, 1),
+        ((64, 256, 28, 28), 1, 2, 3),  # 49 cache lines each: 3 are 768 KiB
+        ((64, 256, 28, 28), 2, 2, 1),
+        ((16, 256, 32, 32), 1, 2, 8),  # 32 KiB on end
         ((16, 64, 112, 112), 1, 2, 1),  # 50 KB on end already
         ((1, 1024, 48), 1, 2, 170),  # a task's worth
     ],

@@ -36,10 +36,12 @@ from .elements import (
     lay,
     load,
     load_scratch,
+    prefetch,
     scratch,
     stage_size,
     store,
     strict_function,
+    way_ahead,
     write_on,
     write_rows,
 )
@@ -71,6 +73,10 @@ from .threads import get_num_threads
 from .transform import STREAMING_BYTES, columns_transform, run_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
+
+# Runs of dy and x of more cache lines than that the hardware itself reads sooner than they are
+# fetched, two at a time. Measured on Zen 5.
+_PAIR_LINES = 16
 
 
 @strict_function
@@ -159,6 +165,9 @@ def _segments_sums(
         for r in range(row, row + rows):
             for i in range(channels):
                 start = starts[i] + r * stride + offset
+                if rows > 1:
+                    prefetch(dy, start + stride, length, _PAIR_LINES)
+                    prefetch(x, start + stride, length, _PAIR_LINES)
                 sum_dy, sum_dy_xmu = _run_reduce(dy, x, start, length, load_scratch(means, i))
                 sums[i, 0] += sum_dy
                 sums[i, 1] += sum_dy_xmu
@@ -167,7 +176,7 @@ def _segments_sums(
                     staged = follow(dx, staged, end, start, stage)
                     end = start + length
                     staged = run_transform(
-                        dy, dx, start, end, zero, scale, zero, streaming, stage, staged, None, None
+                        dy, dx, start, end, zero, scale, zero, streaming, stage, staged, None, 0
                     )
     if dx is not None:
         flush(dx, staged, end, stage)
@@ -211,11 +220,11 @@ def _gradient(i, _, dy, x, mean, scale, slope, offset):
 
 @device_function
 def _run_gradient(
-    dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged, first, second
+    dy, x, dx, start, end, mean, scale, slope, offset, streaming, stage, staged, ahead
 ):
     """Dx of the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (dy, x, mean, scale, slope, offset)
-    return write_on(dx, start, end, streaming, _gradient, numbers, stage, staged, first, second)
+    return write_on(dx, start, end, streaming, _gradient, numbers, stage, staged, dy, x, ahead)
 
 
 @shared_kernel
@@ -225,6 +234,7 @@ def _gradient_segments(
 ):  # fmt: skip
     """A task is a stretch of memory; the last one goes first, being nearest."""
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
+    ahead = way_ahead(x, 1, x.size, 0)
     task = last_task(board, me)
     while task >= 0:
         start, end = task * stretch, min(x.size, (task + 1) * stretch)
@@ -242,7 +252,7 @@ def _gradient_segments(
                 scale = _scale(x, statistic, parameter + run, inv_std, weight)
                 staged = _run_gradient(
                     dy, x, dx, start, min(stop, end), load(mean, statistic), scale, slope,
-                    offset, streaming, stage, staged, dy, x,
+                    offset, streaming, stage, staged, ahead,
                 )  # fmt: skip
                 start, stop, run = stop, stop + inner, run + 1
         flush(dx, staged, end, stage)
@@ -262,6 +272,7 @@ def _backward_segments(
     means, scales, slopes, offsets = numbers[0], numbers[1], numbers[2], numbers[3]
     sums, part_sums = np.empty((channels, 2)), np.empty((channels, 2))
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
+    ahead = way_ahead(x, outer, inner, group * inner)
     task = next_task(board, me)
     while task >= 0:
         first = task * channels
@@ -300,7 +311,7 @@ def _backward_segments(
                 staged = _run_gradient(
                     dy, x, dx, start, end, load_scratch(means, i), load_scratch(scales, i),
                     load_scratch(slopes, i), load_scratch(offsets, i), streaming, stage, staged,
-                    None, None,
+                    ahead,
                 )  # fmt: skip
         flush(dx, staged, end, stage)
         task = next_task(board, me)

@@ -311,14 +311,21 @@ def apart(array, stride, width):
 
 
 @device_function
-def prefetch(array, start, length):
-    """Fetch a run that will be read soon; it need not lie in the array.
+def prefetch(array, start, length, lines=_AHEAD_LINES):
+    """`fetch` a run of so many cache lines at most, but of small arrays, which are near already.
 
-    The hardware notices only after some lines that a run is read on and on; runs of more than
-    4 KiB are left to it. Small arrays are near already.
+    The hardware notices only after some lines that a run is read on and on; longer ones are left
+    to it.
     """
-    if length <= 64 * _per_line(array) and array.size * array.itemsize >= _FAR_BYTES:
+    if length <= lines * _per_line(array) and array.size * array.itemsize >= _FAR_BYTES:
         fetch(array, start, length)
+
+
+@device_function
+def way_ahead(array, rows, length, stride):
+    """How many elements ahead to fetch in `rows` runs `stride` apart: to the next one if short."""
+    far = _AHEAD_LINES * _per_line(array)
+    return stride if rows > 1 and length <= far else far
 
 
 @device_function
@@ -553,14 +560,13 @@ def _write_run(y, start, end, element, arguments):
 
 
 @device_function
-def write_on(y, start, end, streaming, element, arguments, stage, staged, first, second):
+def write_on(y, start, end, streaming, element, arguments, stage, staged, first, second, ahead):
     """`write` of a run, by way of a stage if there is one, which begins with the element `staged`.
 
-    The new `staged` is returned. `first` and `second` are arrays that are read beside it, from
-    memory, or None: when streaming they are fetched ahead, in steps, where the hardware would
-    start anew with every run.
+    The new `staged` is returned. `first` and `second` are arrays that are read beside it, or None:
+    when streaming, what lies `ahead` is fetched, where the hardware would start anew with every
+    run.
     """
-    ahead = _AHEAD_LINES * _per_line(y)
     if stage.size == 0:
         if streaming:
             write(y, 0, start, end, True, element, arguments, 0, 0, first, second, ahead)

@@ -98,7 +98,8 @@ _ENOUGH_TASKS = 256
 
 # What one task may keep near. Runs, and whole samples, come back fast from a shared
 # third-level cache too, channels of runs from three quarters of a processor's share of it; narrow
-# columns, a cache line here and there, only from the second.
+# columns, a cache line here and there, only from the second. So do blocks of channels whose runs
+# are whole cache lines; others, of which each block's first and last are read twice, are larger.
 _RESIDENT_CHANNEL_BYTES = min(max(2 << 20, last_level_cache()[1] // 4 * 3), 12 << 20)
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
@@ -121,7 +122,7 @@ _BLOCK_SHARE = 16
 _MOST_BLOCK_SAMPLES = 256
 _TWICE_PIECES = 4
 
-# Runs of neighbouring channels are read in turns, so much memory on end.
+# Runs of neighbouring channels are read in turns, up to so much memory on end.
 _STRETCH_BYTES = 32 << 10
 
 # Less than this is not worth a task of its own: taking one is an atomic operation.
@@ -247,7 +248,9 @@ def _segments(geometry: Geometry, itemsize: int, operands: int, threads: int) ->
     block = _TASK_BYTES // statistic_bytes
     if outer > 1:
         wide = _ceil_div(_STRETCH_BYTES, members * inner * itemsize)
-        fitting = _RESIDENT_RUNS_BYTES // (statistic_bytes * max(1, operands))
+        lines = inner * itemsize % 64 == 0
+        near = _RESIDENT_COLUMNS_BYTES if lines else _RESIDENT_RUNS_BYTES
+        fitting = near // (statistic_bytes * max(1, operands))
         block = max(block, min(wide, fitting, geometry.statistics // (4 * threads)))
     block = max(1, block)
     blocks = _ceil_div(geometry.statistics, block)

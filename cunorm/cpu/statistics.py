@@ -36,6 +36,7 @@ from .elements import (
     load,
     load_scratch,
     place,
+    prefetch,
     scratch,
     store,
     strict_function,
@@ -206,6 +207,8 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
     for r in range(rows):
         for i in range(channels):
             start = starts[i] + r * stride
+            if rows > 1:
+                prefetch(x, start + stride, length)
             total, squares = _run_squares(x, start, length, load_scratch(centers, i))
             sums[i, 0] += total
             sums[i, 1] += squares
@@ -239,6 +242,7 @@ def segments_moments(
             for r in range(1, rows):
                 for i in range(channels):
                     start = starts[i] + r * stride
+                    prefetch(x, start + stride, length)
                     sums[i, 0] += _run_sum(x, start, length, load_scratch(centers, i))
         chunk_moments(x, channels, starts, rows, stride, length, centers, sums, moments)
 

@@ -33,6 +33,7 @@ from .elements import (
     stage_size,
     store,
     strict_function,
+    way_ahead,
     write_on,
     write_rows,
 )
@@ -98,10 +99,12 @@ def _transformed(i, _, x, mean, scale, shift):
 
 
 @device_function
-def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged, first, second):
+def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged, fetched, ahead):
     """Transform the elements [start, end) of one channel, by way of a stage as in `write_on`."""
     numbers = (x, mean, scale, shift)
-    return write_on(y, start, end, streaming, _transformed, numbers, stage, staged, first, second)
+    return write_on(
+        y, start, end, streaming, _transformed, numbers, stage, staged, fetched, None, ahead
+    )
 
 
 @partial(shared_kernel, first=take_given)
@@ -112,6 +115,7 @@ def _transform_segments(
     """A task is a stretch of memory; the last one goes first, being nearest."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     stage = np.empty(stage_size(y, inner, streaming), y.dtype)
+    ahead = way_ahead(x, 1, x.size, 0)
     task = last_task(board, me)
     while task >= 0:
         start, end = task * stretch, min(x.size, (task + 1) * stretch)
@@ -126,7 +130,7 @@ def _transform_segments(
                 )
                 staged = run_transform(
                     x, y, start, min(stop, end), load(mean, statistic), scale, shift, streaming,
-                    stage, staged, x, None,
+                    stage, staged, x, ahead,
                 )  # fmt: skip
                 start, stop, run = stop, stop + inner, run + 1
         flush(y, staged, end, stage)
@@ -150,6 +154,7 @@ def _normalize_segments(
     scales, shifts = coefficients[0], coefficients[1]
     length = inner // members
     stage = np.empty(stage_size(y, length, streaming), y.dtype)
+    ahead = way_ahead(x, outer, inner, group * inner)
     task = next_task(board, me)
     while task >= 0:
         first = task * block
@@ -184,7 +189,7 @@ def _normalize_segments(
                     end = start + length
                     staged = run_transform(
                         x, y, start, end, center, load_scratch(scales, k),
-                        load_scratch(shifts, k), streaming, stage, staged, x, None,
+                        load_scratch(shifts, k), streaming, stage, staged, x, ahead,
                     )  # fmt: skip
                     start = end
         flush(y, staged, end, stage)
