@@ -31,12 +31,12 @@ from .elements import (
     flat,
     flush,
     follow,
-    joined,
     kernel,
     lay,
     load,
     load_scratch,
     prefetch,
+    row_lead,
     scratch,
     stage_size,
     store,
@@ -496,13 +496,13 @@ def _columns_gradient(
     dy, x, dx, start, stride, rows, width, tail_width, mean, scale, slope, offset, streaming, rooms
 ):
     """Dx of `rows` rows of `width` positions and, below them, of `tail_width` positions."""
-    more = joined(dx, stride, width, streaming)
-    mean, scale = lay(dx, mean, rooms[0], width, more), lay(dx, scale, rooms[1], width, more)
-    slope, offset = lay(dx, slope, rooms[2], width, more), lay(dx, offset, rooms[3], width, more)
+    lead = row_lead(dx, start, stride, streaming)
+    mean, scale = lay(dx, mean, rooms[0], width, lead), lay(dx, scale, rooms[1], width, lead)
+    slope, offset = lay(dx, slope, rooms[2], width, lead), lay(dx, offset, rooms[3], width, lead)
     numbers = (dy, x, mean, scale, slope, offset)
     write_rows(
-        dx, start, stride, rows, width, tail_width, streaming, _position_gradient, numbers,
-        (width + more + 1) // 2, dy, x,
+        dx, start, stride, rows, width, tail_width, lead, streaming, _position_gradient, numbers,
+        dy, x,
     )  # fmt: skip
 
 

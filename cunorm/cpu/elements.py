@@ -429,78 +429,92 @@ def write(
 
 
 @device_function
-def joined(y, stride, width, streaming):
-    """How many positions more than its own a row needs numbers of, those of the next one's begin.
+def row_lead(y, start, stride, streaming):
+    """How many positions of a row come before a cache line begins, where streaming does.
 
-    Where rows follow each other, `write_rows` streams whole cache lines, which begin in one row
-    and may end in the next.
+    0 if nothing is streamed, or that differs from row to row or is odd, which does not happen
+    but to parts of arrays.
     """
-    lines = width * y.itemsize % 64 == 0
-    return LINE_ELEMENTS if streaming and stride == width and lines else 0
+    lead = _line_rest(y, start)
+    return lead if streaming and stride * y.itemsize % 64 == 0 and lead % 2 == 0 else 0
 
 
 @device_function
 def write_rows(
-    y, start, stride, rows, width, tail_width, streaming, element, arguments, half, first, second
+    y, start, stride, rows, width, tail_width, lead, streaming, element, arguments, first, second
 ):
     """`write` for `rows` rows of `width` positions and, below them, `tail_width` positions.
 
-    The numbers of positions are those of `joined` ones. The next row of `first` and `second`,
-    arrays or None, is fetched ahead if rows lie apart.
+    The numbers of positions are as `lay` has laid them out for rows of this `lead`. Rows that
+    follow each other are streamed in whole cache lines, which begin in one and may end in the
+    next. The next row of `first` and `second`, arrays or None, is fetched ahead if rows lie apart.
     """
-    far = apart(y, stride, width)
-    lead = 0
-    bulk = rows - 1 if joined(y, stride, width, streaming) else 0
+    far, to_p, half = apart(y, stride, width), _laid_from(lead), _half(width)
+    bulk = rows - 1 if lead > 0 and stride == width else 0
+    left = 0
     if bulk > 0:
-        lead = _line_rest(y, start)
         for begin in range(start, start + bulk * width, width):
             numbers = (begin, *arguments)
-            sweep(store_streaming, y, begin, lead, lead + width, element, numbers, 0, half)
-        sweep(store, y, start, 0, lead, element, (start, *arguments), 0, half)
+            sweep(store_streaming, y, begin, lead, lead + width, element, numbers, to_p, half)
+        sweep(store, y, start, 0, lead, element, (start, *arguments), to_p, half)
+        left = lead
     for row in range(max(0, bulk), rows + 1):
         begin = start + row * stride
         length = width if row < rows else tail_width
         ahead = begin + stride if far else 0
         write(
-            y, begin, lead, length, streaming, element, (begin, *arguments), 0, half,
+            y, begin, left, length, streaming, element, (begin, *arguments), to_p, half,
             first, second, ahead,
         )  # fmt: skip
-        lead = 0
+        left = 0
 
 
 @device_function
-def _go_on(values, width, more):
-    for p in range(width, width + more):
-        store(values, p, load_scratch(values, p - width))
+def _laid_from(lead):
+    """Where the numbers of a row's positions begin, so that those after its lead begin a line."""
+    return -lead % LINE_ELEMENTS
 
 
-def lay(y, values, room, width, more):
-    """The numbers of a row's positions as `write_rows` takes them, with `more` of the next row.
+@device_function
+def _half(width):
+    """How long the halves are into which numbers of so many positions, and a line's, are dealt."""
+    return (width + LINE_ELEMENTS) // 2
 
-    They are dealt into the `room` or stay where they are, as `sweep` takes those of y.
+
+def lay(y, values, room, width, lead):
+    """The numbers of a row's positions as `write_rows` takes them, with `lead` of the next row.
+
+    Those that `sweep` takes dealt, or that would lie across cache lines where y does not, move
+    into the `room`, which like `values` is for `LINE_ELEMENTS` more; others stay where they are.
     """
     raise TypeError("for kernels only")
 
 
 @overload(lay, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
-def _lay(y, values, room, width, more):
+def _lay(y, values, room, width, lead):
     if y.dtype != _BFLOAT16:
 
-        def as_they_are(y, values, room, width, more):
-            _go_on(values, width, more)
-            return values
+        def in_order(y, values, room, width, lead):
+            if lead == 0:
+                return values
+            to_p = _laid_from(lead)
+            for p in range(width):
+                store(room, to_p + p, load_scratch(values, p))
+            for p in range(lead):
+                store(room, to_p + width + p, load_scratch(values, p))
+            return room
 
-        return as_they_are
+        return in_order
 
-    def in_halves(y, values, room, width, more):
-        _go_on(values, width, more)
-        length = width + more
-        half = (length + 1) // 2
-        for k in range(length // 2):
-            store(room, k, load_scratch(values, 2 * k))
-            store(room, half + k, load_scratch(values, 2 * k + 1))
-        if length % 2 == 1:
-            store(room, half - 1, load_scratch(values, length - 1))
+    def in_halves(y, values, room, width, lead):
+        first, half = _laid_from(lead) // 2, _half(width)
+        for k in range(width // 2):
+            store(room, first + k, load_scratch(values, 2 * k))
+            store(room, half + first + k, load_scratch(values, 2 * k + 1))
+        if width % 2 == 1:
+            store(room, first + width // 2, load_scratch(values, width - 1))
+        for p in range(lead):
+            store(room, place(2 * first + width + p, half), load_scratch(values, p))
         return room
 
     return in_halves

@@ -24,11 +24,11 @@ from .elements import (
     flat_of,
     flush,
     follow,
-    joined,
     kernel,
     lay,
     load,
     load_scratch,
+    row_lead,
     scratch,
     stage_size,
     store,
@@ -214,12 +214,12 @@ def columns_transform(
     One row after another: several at a time would share what is loaded of the positions'
     numbers, but memory is fetched ahead where it is read on and on.
     """
-    more = joined(y, stride, width, streaming)
-    mean, scale = lay(y, mean, rooms[0], width, more), lay(y, scale, rooms[1], width, more)
-    numbers = (x, mean, scale, lay(y, shift, rooms[2], width, more))
+    lead = row_lead(y, start, stride, streaming)
+    mean, scale = lay(y, mean, rooms[0], width, lead), lay(y, scale, rooms[1], width, lead)
+    numbers = (x, mean, scale, lay(y, shift, rooms[2], width, lead))
     write_rows(
-        y, start, stride, rows, width, tail_width, streaming, _position_transformed, numbers,
-        (width + more + 1) // 2, x, None,
+        y, start, stride, rows, width, tail_width, lead, streaming, _position_transformed, numbers,
+        x, None,
     )  # fmt: skip
 
 
