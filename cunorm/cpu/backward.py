@@ -32,7 +32,9 @@ from .elements import (
     flush,
     follow,
     kernel,
+    laid_from,
     lay,
+    lay_in_order,
     load,
     load_scratch,
     prefetch,
@@ -67,7 +69,15 @@ from .rows import (
     row_extents,
     row_parameter,
 )
-from .statistics import NONE, optional, parameter, reads_on, residual_times
+from .statistics import (
+    NONE,
+    lead_back,
+    optional,
+    parameter,
+    reads_on,
+    residual_times,
+    row_range,
+)
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES, columns_transform, run_transform
@@ -321,12 +331,13 @@ def _backward_segments(
 
 
 @device_function
-def _row_reduce(dy, x, start, width, mean, sum_dy, sum_dy_xmu):
-    for p in range(width):
+def _row_reduce(dy, x, start, first, last, to_p, mean, sum_dy, sum_dy_xmu):
+    for p in range(first, last):
+        q = p + to_p
         gradient = load(dy, start + p)
-        centered = load(x, start + p) - load_scratch(mean, p)
-        store(sum_dy, p, load_scratch(sum_dy, p) + gradient)
-        store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + gradient * centered)
+        centered = load(x, start + p) - load_scratch(mean, q)
+        store(sum_dy, q, load_scratch(sum_dy, q) + gradient)
+        store(sum_dy_xmu, q, load_scratch(sum_dy_xmu, q) + gradient * centered)
 
 
 @device_function
@@ -341,17 +352,18 @@ def _two_rows(dy, x, a, b, start, length, mean, sum_dy, sum_dy_xmu):
 
 @device_function
 def _columns_chunk(
-    dy, x, start, stride, rows, width, mean, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu
+    dy, x, start, stride, rows, width, lead, mean, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu
 ):
     """Add `rows` rows in the accumulator type, then to the float64 totals.
 
     Two of them at a time (but see `reads_on`).
     """
-    zero = as_accumulator(x, 0.0)
-    for p in range(width):
+    zero, to_p = as_accumulator(x, 0.0), laid_from(lead)
+    for p in range(to_p, to_p + width + lead):
         store(sum_dy, p, zero)
         store(sum_dy_xmu, p, zero)
-    twos = 0 if reads_on(x, stride, width) else rows // 2 * 2
+    on = reads_on(x, stride, width)
+    twos = 0 if on else rows // 2 * 2
     far, step = apart(x, stride, width), fetch_step(x)
     for row in range(0, twos, 2):
         a = start + row * stride
@@ -366,23 +378,31 @@ def _columns_chunk(
                 fetch(x, i + 2 * stride, step)
             _two_rows(dy, x, a, b, p, step, mean, sum_dy, sum_dy_xmu)
         _two_rows(dy, x, a, b, whole, width - whole, mean, sum_dy, sum_dy_xmu)
-    for row in range(twos, rows):
-        _row_reduce(dy, x, start + row * stride, width, mean, sum_dy, sum_dy_xmu)
+    for row in range(-1 if on else twos, rows):
+        first, last = row_range(row, rows, width, lead, on)
+        _row_reduce(dy, x, start + row * stride, first, last, to_p, mean, sum_dy, sum_dy_xmu)
+    if on:
+        lead_back(sum_dy, to_p, width, lead)
+        lead_back(sum_dy_xmu, to_p, width, lead)
     for p in range(width):
         total, total_xmu = load_scratch(total_dy, p), load_scratch(total_dy_xmu, p)
-        store(total_dy, p, total + np.float64(load_scratch(sum_dy, p)))
-        store(total_dy_xmu, p, total_xmu + np.float64(load_scratch(sum_dy_xmu, p)))
+        store(total_dy, p, total + np.float64(load_scratch(sum_dy, p + to_p)))
+        store(total_dy_xmu, p, total_xmu + np.float64(load_scratch(sum_dy_xmu, p + to_p)))
 
 
 @device_function
 def _columns_reduce(
-    dy, x, dx, start, stride, rows, width, tail_width, chunk_rows, mean,
+    dy, x, dx, start, stride, rows, width, tail_width, chunk_rows, mean, moved_mean,
     sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, scale, streaming, rooms,
 ):  # fmt: skip
     """Both sums of every position, over `rows` rows and, left of `tail_width`, one more.
 
     If there is a dx, it becomes dy * scale while that is near.
     """
+    lead = row_lead(x, start, stride, reads_on(x, stride, width))
+    if lead > 0:
+        lay_in_order(mean, moved_mean, width, lead)
+        mean = moved_mean
     for p in range(width):
         store(total_dy, p, 0.0)
         store(total_dy_xmu, p, 0.0)
@@ -390,7 +410,7 @@ def _columns_reduce(
         row, height, positions = columns_chunk(chunk, rows, width, tail_width, chunk_rows)
         first = start + row * stride
         _columns_chunk(
-            dy, x, first, stride, height, positions, mean,
+            dy, x, first, stride, height, positions, lead, mean,
             sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
         )  # fmt: skip
         if dx is not None and dx.size:
@@ -455,9 +475,9 @@ def _reduce_columns(
     If there is a dx, it becomes that of given statistics.
     """
     most = fold * block_channels * inner
-    blocks, totals = scratch(x, (8, most + LINE_ELEMENTS)), np.empty((2, most))
+    blocks, totals = scratch(x, (9, most + LINE_ELEMENTS)), np.empty((2, most))
     block_mean, sum_dy, sum_dy_xmu = blocks[0], blocks[1], blocks[2]
-    block_scale, zero = blocks[3], blocks[4]
+    block_scale, zero, moved_mean = blocks[3], blocks[4], blocks[8]
     total_dy, total_dy_xmu = totals[0], totals[1]
     zero[:] = 0.0
     length = inner // members
@@ -474,7 +494,7 @@ def _reduce_columns(
             )  # fmt: skip
         _columns_reduce(
             dy, x, dx, start, fold * group * inner, height, fold * channels * inner,
-            tail * channels * inner, chunk_rows, block_mean,
+            tail * channels * inner, chunk_rows, block_mean, moved_mean,
             sum_dy, sum_dy_xmu, total_dy, total_dy_xmu, zero, block_scale, streaming, blocks[5:],
         )  # fmt: skip
         for channel in range(channels * members):
@@ -593,7 +613,7 @@ def _backward_columns(
             height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
             _columns_reduce(
                 dy, x, None, start + part * part_rows * stride, stride, height, width,
-                tail * channels * inner, chunk_rows, block_mean,
+                tail * channels * inner, chunk_rows, block_mean, blocks[6],
                 block_dy, block_dy_xmu, total_dy, total_dy_xmu, block_dy, block_dy, False, blocks,
             )  # fmt: skip
             for channel in range(channels * members):

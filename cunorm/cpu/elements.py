@@ -449,7 +449,7 @@ def write_rows(
     follow each other are streamed in whole cache lines, which begin in one and may end in the
     next. The next row of `first` and `second`, arrays or None, is fetched ahead if rows lie apart.
     """
-    far, to_p, half = apart(y, stride, width), _laid_from(lead), _half(width)
+    far, to_p, half = apart(y, stride, width), laid_from(lead), _half(width)
     bulk = rows - 1 if lead > 0 and stride == width else 0
     left = 0
     if bulk > 0:
@@ -470,9 +470,22 @@ def write_rows(
 
 
 @device_function
-def _laid_from(lead):
+def laid_from(lead):
     """Where the numbers of a row's positions begin, so that those after its lead begin a line."""
     return -lead % LINE_ELEMENTS
+
+
+@device_function
+def lay_in_order(values, room, width, lead):
+    """Move the numbers of a row's positions, and the first ones again after them, so that they do.
+
+    The room is for `LINE_ELEMENTS` more.
+    """
+    to_p = laid_from(lead)
+    for p in range(width):
+        store(room, to_p + p, load_scratch(values, p))
+    for p in range(lead):
+        store(room, to_p + width + p, load_scratch(values, p))
 
 
 @device_function
@@ -497,17 +510,13 @@ def _lay(y, values, room, width, lead):
         def in_order(y, values, room, width, lead):
             if lead == 0:
                 return values
-            to_p = _laid_from(lead)
-            for p in range(width):
-                store(room, to_p + p, load_scratch(values, p))
-            for p in range(lead):
-                store(room, to_p + width + p, load_scratch(values, p))
+            lay_in_order(values, room, width, lead)
             return room
 
         return in_order
 
     def in_halves(y, values, room, width, lead):
-        first, half = _laid_from(lead) // 2, _half(width)
+        first, half = laid_from(lead) // 2, _half(width)
         for k in range(width // 2):
             store(room, first + k, load_scratch(values, 2 * k))
             store(room, half + first + k, load_scratch(values, 2 * k + 1))
