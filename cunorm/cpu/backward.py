@@ -88,6 +88,9 @@ __all__ = ["backward", "input_gradient", "reduce"]
 # fetched, two at a time. Measured on Zen 5.
 _PAIR_LINES = 16
 
+# Whole rows of dy and x are read one after another if either is larger. Measured on Zen 5.
+_READ_ON_BYTES = 2 << 20
+
 
 @strict_function
 def _weight_of(weight, parameter):
@@ -362,7 +365,7 @@ def _columns_chunk(
     for p in range(to_p, to_p + width + lead):
         store(sum_dy, p, zero)
         store(sum_dy_xmu, p, zero)
-    on = reads_on(x, stride, width)
+    on = reads_on(x, stride, width, _READ_ON_BYTES)
     twos = 0 if on else rows // 2 * 2
     far, step = apart(x, stride, width), fetch_step(x)
     for row in range(0, twos, 2):
@@ -399,7 +402,7 @@ def _columns_reduce(
 
     If there is a dx, it becomes dy * scale while that is near.
     """
-    lead = row_lead(x, start, stride, reads_on(x, stride, width))
+    lead = row_lead(x, start, stride, reads_on(x, stride, width, _READ_ON_BYTES))
     if lead > 0:
         lay_in_order(mean, moved_mean, width, lead)
         mean = moved_mean
