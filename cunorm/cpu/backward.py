@@ -69,15 +69,7 @@ from .rows import (
     row_extents,
     row_parameter,
 )
-from .statistics import (
-    NONE,
-    lead_back,
-    optional,
-    parameter,
-    reads_on,
-    residual_times,
-    row_range,
-)
+from .statistics import NONE, optional, parameter, residual_times
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES, columns_transform, run_transform
@@ -334,6 +326,35 @@ def _backward_segments(
 
 
 @device_function
+def _reads_on(x, stride, width):
+    """Whether to read one row after another, two of which would share loads and stores.
+
+    Memory, unlike a cache, is fetched ahead only where it is read on and on.
+    """
+    return stride == width and x.size * x.itemsize > _READ_ON_BYTES
+
+
+@device_function
+def _row_range(row, rows, width, lead, on):
+    """Which positions to add of a row that begins at ``row * width``.
+
+    Rows that are read `on` and on are added from a cache line's begin to that in the next row,
+    whose first positions come again at `width`: before them goes what precedes the first row's
+    line, as the end of a row -1.
+    """
+    if not on:
+        return 0, width
+    return width if row < 0 else lead, width + lead if row < rows - 1 else width
+
+
+@device_function
+def _lead_back(sums, to_p, width, lead):
+    """Move the sums of the first positions back from where `_row_range` has them."""
+    for p in range(to_p, to_p + lead):
+        store(sums, p, load_scratch(sums, p + width))
+
+
+@device_function
 def _row_reduce(dy, x, start, first, last, to_p, mean, sum_dy, sum_dy_xmu):
     for p in range(first, last):
         q = p + to_p
@@ -359,13 +380,13 @@ def _columns_chunk(
 ):
     """Add `rows` rows in the accumulator type, then to the float64 totals.
 
-    Two of them at a time (but see `reads_on`).
+    Two of them at a time (but see `_reads_on`).
     """
     zero, to_p = as_accumulator(x, 0.0), laid_from(lead)
     for p in range(to_p, to_p + width + lead):
         store(sum_dy, p, zero)
         store(sum_dy_xmu, p, zero)
-    on = reads_on(x, stride, width, _READ_ON_BYTES)
+    on = _reads_on(x, stride, width)
     twos = 0 if on else rows // 2 * 2
     far, step = apart(x, stride, width), fetch_step(x)
     for row in range(0, twos, 2):
@@ -382,11 +403,11 @@ def _columns_chunk(
             _two_rows(dy, x, a, b, p, step, mean, sum_dy, sum_dy_xmu)
         _two_rows(dy, x, a, b, whole, width - whole, mean, sum_dy, sum_dy_xmu)
     for row in range(-1 if on else twos, rows):
-        first, last = row_range(row, rows, width, lead, on)
+        first, last = _row_range(row, rows, width, lead, on)
         _row_reduce(dy, x, start + row * stride, first, last, to_p, mean, sum_dy, sum_dy_xmu)
     if on:
-        lead_back(sum_dy, to_p, width, lead)
-        lead_back(sum_dy_xmu, to_p, width, lead)
+        _lead_back(sum_dy, to_p, width, lead)
+        _lead_back(sum_dy_xmu, to_p, width, lead)
     for p in range(width):
         total, total_xmu = load_scratch(total_dy, p), load_scratch(total_dy_xmu, p)
         store(total_dy, p, total + np.float64(load_scratch(sum_dy, p + to_p)))
@@ -402,7 +423,7 @@ def _columns_reduce(
 
     If there is a dx, it becomes dy * scale while that is near.
     """
-    lead = row_lead(x, start, stride, reads_on(x, stride, width, _READ_ON_BYTES))
+    lead = row_lead(x, start, stride, _reads_on(x, stride, width))
     if lead > 0:
         lay_in_order(mean, moved_mean, width, lead)
         mean = moved_mean

@@ -24,7 +24,6 @@ import numpy as np
 from .. import running
 from ..geometry import Geometry
 from .elements import (
-    LINE_ELEMENTS,
     accumulate,
     apart,
     as_accumulator,
@@ -34,12 +33,10 @@ from .elements import (
     fetch_step,
     flat,
     kernel,
-    laid_from,
     load,
     load_scratch,
     place,
     prefetch,
-    row_lead,
     scratch,
     store,
     strict_function,
@@ -58,8 +55,9 @@ from .tasks import next_task, numbers, shared_kernel
 
 __all__ = ["moments", "update_running"]
 
-# Whole rows of larger arrays are read one after another. Measured on Zen 4 and 5.
-_READ_ON_BYTES = 16 << 20
+# Rows of arrays of more bytes are fetched ahead also where they follow each other. Measured on
+# Zen 5: smaller ones come from the third-level cache, and are slower so.
+_FETCHED_BYTES = 16 << 20
 
 #: What stands for a missing array; kernels ask for its size.
 NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
@@ -274,33 +272,9 @@ def _moments_segments(
 
 
 @device_function
-def reads_on(x, stride, width, most=_READ_ON_BYTES):
-    """Whether to read one row after another, several of which would share loads and stores.
-
-    Memory, unlike a cache, is fetched ahead only where it is read on and on: if x is of more than
-    so many bytes.
-    """
-    return stride == width and x.size * x.itemsize > most
-
-
-@device_function
-def row_range(row, rows, width, lead, on):
-    """Which positions to add of a row that begins at ``row * width``.
-
-    Rows that are read `on` and on are added from a cache line's begin to that in the next row,
-    whose first positions come again at `width`: before them goes what precedes the first row's
-    line, as the end of a row -1.
-    """
-    if not on:
-        return 0, width
-    return width if row < 0 else lead, width + lead if row < rows - 1 else width
-
-
-@device_function
-def lead_back(sums, to_p, width, lead):
-    """Move the sums of the first positions back from where `row_range` has them."""
-    for p in range(to_p, to_p + lead):
-        store(sums, p, load_scratch(sums, p + width))
+def _far(x, stride, width):
+    """Whether to fetch rows ahead."""
+    return apart(x, stride, width) or x.size * x.itemsize > _FETCHED_BYTES
 
 
 @device_function
@@ -324,14 +298,12 @@ def _four_squares(x, a, b, c, d, start, length, center, total, squares):
 
 
 @device_function
-def _center_columns(x, start, stride, rows, width, lead, center, total):
+def _center_columns(x, start, stride, rows, width, center, total):
     """Move the centers of `width` positions, and the totals about them, to the means of `rows`.
 
-    Four rows are added before they meet the running sums (but see `reads_on`).
+    Four rows are added before they meet the running sums.
     """
-    on, to_p = reads_on(x, stride, width), laid_from(lead)
-    fours = 0 if on else rows // 4 * 4
-    far, step = apart(x, stride, width), fetch_step(x)
+    fours, far, step = rows // 4 * 4, _far(x, stride, width), fetch_step(x)
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride
@@ -344,37 +316,30 @@ def _center_columns(x, start, stride, rows, width, lead, center, total):
                 fetch(x, i + 4 * stride, step)
             _four_sums(x, a, b, c, d, p, step, center, total)
         _four_sums(x, a, b, c, d, whole, width - whole, center, total)
-    for row in range(-1 if on else fours, rows):
-        first, last = row_range(row, rows, width, lead, on)
-        a = start + row * stride - to_p
-        for p in range(first + to_p, last + to_p):
+    for row in range(fours, rows):
+        a = start + row * stride
+        for p in range(width):
             deviation = load(x, a + p) - load_scratch(center, p)
             store(total, p, load_scratch(total, p) + deviation)
-    if on:
-        lead_back(total, to_p, width, lead)
     reciprocal = 1.0 / rows
-    for p in range(to_p, to_p + width + lead):
+    for p in range(width):
         shift = np.float64(load_scratch(total, p)) * reciprocal
         store(center, p, as_accumulator(x, np.float64(load_scratch(center, p)) + shift))
         store(total, p, as_accumulator(x, 0.0))
 
 
 @device_function
-def _columns_chunk(x, start, stride, rows, width, lead, count, center, total, squares, mean, m2):
+def _columns_chunk(x, start, stride, rows, width, count, center, total, squares, mean, m2):
     """Merge `rows` rows into the moments that `width` positions have of `count` rows before."""
-    zero, to_p, on = as_accumulator(x, 0.0), laid_from(lead), reads_on(x, stride, width)
-    fours = 0 if on else rows // 4 * 4
-    far, step = count > 0 and apart(x, stride, width), fetch_step(x)
+    zero = as_accumulator(x, 0.0)
+    fours, far, step = rows // 4 * 4, count > 0 and _far(x, stride, width), fetch_step(x)
     for p in range(width):
         pivot = _center(x, load_scratch(mean, p)) if count else _pivot(x, start + p)
-        store(center, p + to_p, pivot)
-    for p in range(to_p, to_p + lead):
-        store(center, p + width, load_scratch(center, p))
-    for p in range(to_p, to_p + width + lead):
+        store(center, p, pivot)
         store(total, p, zero)
         store(squares, p, zero)
     if count == 0:
-        _center_columns(x, start, stride, rows, width, lead, center, total)
+        _center_columns(x, start, stride, rows, width, center, total)
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride
@@ -387,21 +352,17 @@ def _columns_chunk(x, start, stride, rows, width, lead, count, center, total, sq
                 fetch(x, i + 4 * stride, step)
             _four_squares(x, a, b, c, d, p, step, center, total, squares)
         _four_squares(x, a, b, c, d, whole, width - whole, center, total, squares)
-    for row in range(-1 if on else fours, rows):
-        first, last = row_range(row, rows, width, lead, on)
-        a = start + row * stride - to_p
-        for p in range(first + to_p, last + to_p):
+    for row in range(fours, rows):
+        a = start + row * stride
+        for p in range(width):
             deviation = load(x, a + p) - load_scratch(center, p)
             store(total, p, load_scratch(total, p) + deviation)
             store(squares, p, load_scratch(squares, p) + deviation * deviation)
-    if on:
-        lead_back(total, to_p, width, lead)
-        lead_back(squares, to_p, width, lead)
     for p in range(width):
         chunk_mean, chunk_m2 = _corrected(
-            np.float64(load_scratch(center, p + to_p)),
-            np.float64(load_scratch(total, p + to_p)),
-            np.float64(load_scratch(squares, p + to_p)),
+            np.float64(load_scratch(center, p)),
+            np.float64(load_scratch(total, p)),
+            np.float64(load_scratch(squares, p)),
             np.float64(rows),
         )
         merged_mean, merged_m2 = merge_moments(
@@ -416,15 +377,11 @@ def _columns_chunk(x, start, stride, rows, width, lead, count, center, total, sq
 def columns_moments(
     x, start, stride, rows, width, tail_width, chunk_rows, center, total, squares, mean, m2
 ):
-    """Moments of `width` positions over `rows` rows and, left of `tail_width`, one more.
-
-    The center, total and squares are for `LINE_ELEMENTS` positions more.
-    """
-    lead = row_lead(x, start, stride, reads_on(x, stride, width))
+    """Moments of `width` positions over `rows` rows and, left of `tail_width`, one more."""
     for chunk in range(columns_chunks(rows, tail_width, chunk_rows)):
         row, height, positions = columns_chunk(chunk, rows, width, tail_width, chunk_rows)
         _columns_chunk(
-            x, start + row * stride, stride, height, positions, lead,
+            x, start + row * stride, stride, height, positions,
             row, center, total, squares, mean, m2,
         )  # fmt: skip
 
@@ -469,7 +426,7 @@ def _moments_columns(
 ):  # fmt: skip
     """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
     most = fold * block_channels * inner
-    blocks, positions = scratch(x, (3, most + LINE_ELEMENTS)), np.empty((2, most))
+    blocks, positions = scratch(x, (3, most)), np.empty((2, most))
     center, total, squares = blocks[0], blocks[1], blocks[2]
     mean, m2 = positions[0], positions[1]
     task = next_task(board, me)
