@@ -1,6 +1,7 @@
 """Large outputs on the CPU lie in memory that is kept between calls."""
 
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -20,9 +21,14 @@ def small(monkeypatch):
     """Treat small arrays as large, from an empty pool."""
     monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 10)
     gc.collect()
-    memory._pool.blocks.clear()
+    memory._pool.clear()
     yield
-    memory._pool.blocks.clear()
+    memory._pool.clear()
+
+
+def kept():
+    """The sizes of the free blocks, those first that are offered to the system."""
+    return [len(block) for block in memory._pool.offered + memory._pool.recent]
 
 
 def address(array):
@@ -63,10 +69,10 @@ def test_memory_comes_back():
     second = memory.empty((1000,), np.dtype(np.float32))  # while a view is alive
     assert address(second) != place
     del view
-    assert len(memory._pool.blocks) == 1
+    assert len(kept()) == 1
     third = memory.empty((900,), np.dtype(np.float32))  # of the same size in huge pages
     assert address(third) == place
-    assert not memory._pool.blocks
+    assert not kept()
     other = memory.empty((1 << 20,), np.dtype(np.float32))
     assert address(other) not in (place, address(second))
 
@@ -86,21 +92,54 @@ def test_outputs_are_kept(rng):
     assert dx.tobytes() == expected[1].tobytes()
 
 
-def test_no_more_than_so_much(monkeypatch):
-    monkeypatch.setattr(memory._pool, "most", 5 << 20)
+@pytest.mark.parametrize("recent", [0, 3 << 20])
+def test_no_more_than_so_much(monkeypatch, recent):
+    monkeypatch.setattr(memory._pool, "most", 9 << 20)
+    monkeypatch.setattr(memory._pool, "most_recent", recent)
     arrays = [memory.empty((1000,), np.dtype(np.float32)) for _ in range(8)]
     del arrays
-    kept = memory.empty((1 << 20,), np.dtype(np.float32))  # of a new size
-    assert sum(map(len, memory._pool.blocks)) <= 5 << 20
-    assert kept.size == 1 << 20
+    assert kept() == [2 << 20] * 4
+    large = memory.empty((4 << 20,), np.dtype(np.float32))  # more than that alone
+    del large
+    assert sum(kept()) <= 9 << 20
 
 
-def test_no_more_than_so_much_comes_back(monkeypatch):
-    monkeypatch.setattr(memory._pool, "most", 5 << 20)
-    arrays = [memory.empty((1000,), np.dtype(np.float32)) for _ in range(8)]
-    arrays.append(memory.empty((4 << 20,), np.dtype(np.float32)))  # more than that alone
-    del arrays
-    assert sum(map(len, memory._pool.blocks)) <= 5 << 20
+def test_the_last_ones_are_not_offered(monkeypatch):
+    """The system gets to hear of those that others have come after, and they are taken last."""
+    offered = []
+
+    class Block(mmap.mmap):
+        def madvise(self, advice):
+            if advice == memory._FREE:
+                offered.append(len(self))
+            super().madvise(advice)
+
+    monkeypatch.setattr(memory.mmap, "mmap", Block)
+    monkeypatch.setattr(memory._pool, "most_recent", 10 << 20)
+    arrays = [memory.empty((size << 18,), np.dtype(np.float32)) for size in (2, 4, 6)]
+    places = [address(array) for array in arrays]
+    del arrays[0]
+    del arrays[0]
+    assert not offered
+    del arrays[0]
+    assert offered == [2 << 20]
+    assert kept() == [2 << 20, 4 << 20, 6 << 20]
+    again = [memory.empty((size << 18,), np.dtype(np.float32)) for size in (2, 4, 6)]
+    assert [address(array) for array in again] == places
+    assert not kept()
+
+
+def test_memory_of_a_control_group(tmp_path):
+    everything = memory._memory(tmp_path)
+    assert everything == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._memory(tmp_path) == everything
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert memory._memory(tmp_path) == 1 << 20
+    (tmp_path / "memory.max").unlink()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("2097152\n")
+    assert memory._memory(tmp_path) == 2 << 20
 
 
 def test_no_memory(monkeypatch):
@@ -112,7 +151,7 @@ def test_no_memory(monkeypatch):
     real, left = memory._map, [OSError(12, "Cannot allocate memory")]
 
     def scarce(size):
-        if memory._pool.blocks:
+        if kept():
             raise left[0]
         return real(size)
 
@@ -125,10 +164,11 @@ def test_advice_refused(monkeypatch):
     """A system without huge pages; memory that is locked, which then is not kept."""
     monkeypatch.setattr(memory, "_HUGE", 9999)
     monkeypatch.setattr(memory._pool, "_advice", 9999)
+    monkeypatch.setattr(memory._pool, "most_recent", 0)
     array = memory.empty((1000,), np.dtype(np.float32))
     array[:] = 1
     del array
-    assert not memory._pool.blocks
+    assert not kept()
 
 
 def test_threads():
