@@ -19,6 +19,7 @@ from cases import (
 )
 
 import cunorm
+from cunorm.cpu import memory, rows, statistics
 
 #: (shape, axis): whole and odd lengths, rows of one value and long ones, few and many.
 SHAPES = [
@@ -48,7 +49,7 @@ def test_reference(rng, shape, axis, dtype, norm):
 def test_small_pieces(rng, small_pieces, norm, resident):
     """Every way of cutting an array gives the right numbers, also in place."""
     small_pieces(resident)
-    for dtype, (shape, axis) in itertools.product([np.float16, np.float32], SHAPES):
+    for dtype, (shape, axis) in itertools.product(DTYPES[:3], SHAPES):
         case = norm(axis)
         x, dy, weight, bias = operands(rng, case, shape, dtype)
         y, saved, dx, *_ = check(case, x, dy, weight, bias)
@@ -56,6 +57,26 @@ def test_small_pieces(rng, small_pieces, norm, resident):
         np.testing.assert_array_equal(dy, dx)
         case.forward(x, weight, bias, out=x)
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("norm", NORMS)
+def test_copies_of_parameters_in_kept_memory(rng, monkeypatch, norm, dtype):
+    """Those of many parameters lie there, and change nothing."""
+    case = norm()
+    x, dy, weight, bias = operands(rng, case, (5, 301), dtype)
+    for w, b in itertools.product([weight.astype(dtype), None], [bias, None]):
+        results = []
+        for least in (1 << 40, 1):
+            for module in (rows, statistics):
+                monkeypatch.setattr(module, "PARAMETER_BYTES", least)
+            memory._pool.clear()
+            y, saved = case.forward(x, w, b)
+            results.append([y, *case.backward(dy, x, saved, w)])
+        assert memory._pool.recent or w is not None
+        for usual, kept in zip(*results, strict=True):
+            np.testing.assert_array_equal(kept, usual)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -449,7 +449,7 @@ def write_rows(
     follow each other are streamed in whole cache lines, which begin in one and may end in the
     next. The next row of `first` and `second`, arrays or None, is fetched ahead if rows lie apart.
     """
-    far, to_p, half = apart(y, stride, width), laid_from(lead), _half(width)
+    far, to_p, half = apart(y, stride, width), laid_from(lead), half_of(width)
     bulk = rows - 1 if lead > 0 and stride == width else 0
     left = 0
     if bulk > 0:
@@ -489,7 +489,7 @@ def lay_in_order(values, room, width, lead):
 
 
 @device_function
-def _half(width):
+def half_of(width):
     """How long the halves are into which numbers of so many positions, and a line's, are dealt."""
     return (width + LINE_ELEMENTS) // 2
 
@@ -516,7 +516,7 @@ def _lay(y, values, room, width, lead):
         return in_order
 
     def in_halves(y, values, room, width, lead):
-        first, half = laid_from(lead) // 2, _half(width)
+        first, half = laid_from(lead) // 2, half_of(width)
         for k in range(width // 2):
             store(room, first + k, load_scratch(values, 2 * k))
             store(room, half + first + k, load_scratch(values, 2 * k + 1))

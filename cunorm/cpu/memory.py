@@ -146,11 +146,11 @@ class _Lease:
         pool.give_back(self._block)
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """An uninitialized NumPy array, in kept memory if it is large."""
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], large: int | None = None) -> Any:
+    """An uninitialized NumPy array, in kept memory if it is large, so many bytes."""
     number = prod(shape)
     nbytes = number * dtype.itemsize
-    if nbytes < LARGE_BYTES or _FREE is None:
+    if nbytes < (LARGE_BYTES if large is None else large) or _FREE is None:
         return np.empty(shape, dtype)
     lease = _Lease(_pool.take(nbytes), number, dtype.itemsize)
     return np.ndarray(shape, dtype, np.asarray(lease))

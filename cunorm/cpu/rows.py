@@ -16,9 +16,12 @@ import numpy as np
 
 from ..geometry import Geometry
 from .elements import (
+    LINE_ELEMENTS,
     accumulate,
     as_accumulator,
     device_function,
+    half_of,
+    lay,
     load,
     load_scratch,
     scratch,
@@ -26,8 +29,17 @@ from .elements import (
     strict_function,
     write,
 )
+from .memory import empty
 from .pool import run
-from .statistics import chunk_moments, first_sum, parameter, residual_times, save, take_given
+from .statistics import (
+    PARAMETER_BYTES,
+    chunk_moments,
+    first_sum,
+    parameter,
+    residual_times,
+    save,
+    take_given,
+)
 from .tasks import last_task, next_task, shared_kernel
 
 __all__ = [
@@ -57,6 +69,10 @@ def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0, dealt=Fa
     """
     if array is None:
         size = geometry.group * geometry.inner
+        if size * dtype.itemsize >= PARAMETER_BYTES:
+            values = empty((size,), dtype, PARAMETER_BYTES)
+            values.fill(absent)
+            return values
         return np.full(size, absent, dtype) if absent else np.zeros(size, dtype)  # is quicker
     return parameter(array, dtype, offset, geometry.inner, dealt)
 
@@ -110,11 +126,10 @@ def _transformed(i, p, x, mean, scale, shift, weight, bias):
 
 
 @device_function
-def _transform(x, y, start, end, row, g, length, statistics, weight, bias, streaming):
-    """Transform of the elements [start, end), which are in a row; weight and bias are `dealt`."""
+def _transform(x, y, start, end, row, statistics, weight, bias, to_weight, half, streaming):
+    """Transform of the elements [start, end), which are in a row, beside numbers as `sweep` has."""
     mean, scale, shift = _coefficients(x, row, *statistics)
     numbers = (x, mean, scale, shift, weight, bias)
-    to_weight, half = (g - row) * length, (weight.size + 1) // 2
     write(y, 0, start, end, streaming, _transformed, numbers, to_weight, half)
 
 
@@ -136,7 +151,8 @@ def normalize_rows(
 ):  # fmt: skip
     """A task is one block of samples of one g; `statistics` gets what `save` writes.
 
-    Statistics of rows have no running ones: those are empty, and what belongs to them unused.
+    Weight and bias are `dealt`. Statistics of rows have no running ones: those are empty, and what
+    belongs to them unused.
     """
     of_rows = (statistics[0], statistics[2], statistics[1])
     lot = _lot(x, length)
@@ -167,8 +183,9 @@ def normalize_rows(
             for i in range(row, row + rows * number, number):
                 start = i * length
                 _transform(
-                    x, y, start, start + length, i, g, length, of_rows, weight, bias, streaming
-                )
+                    x, y, start, start + length, i, of_rows, weight, bias, (g - i) * length,
+                    (weight.size + 1) // 2, streaming,
+                )  # fmt: skip
         task = next_task(board, me)
 
 
@@ -187,19 +204,37 @@ def squares_rows(
         task = next_task(board, me)
 
 
+@device_function
+def _transform_pieces(
+    x, y, g, offset, size, batch, number, length, statistics, weight, bias, rooms, streaming
+):
+    """Transform of the same piece of all rows of one g, which share its parameters."""
+    first, last = g * length + offset, g * length + offset + size
+    weight = lay(y, weight[first:last], rooms[0], size, 0)
+    bias = lay(y, bias[first:last], rooms[1], size, 0)
+    for row in range(g, batch * number, number):
+        start = row * length + offset
+        _transform(
+            x, y, start, start + size, row, statistics, weight, bias, -start, half_of(size),
+            streaming,
+        )  # fmt: skip
+
+
 @partial(shared_kernel, first=take_given)
 def transform_rows(
     board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, streaming,
     /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
-    """A task is one piece of a row; the last one goes first, being nearest."""
+    """A task is the same piece of all rows of one g; the last one goes first, being nearest."""
     of_rows = (statistics[0], statistics[2], statistics[1])
+    rooms = scratch(x, (2, chunk_length + LINE_ELEMENTS))
     task = last_task(board, me)
     while task >= 0:
-        row, piece = task // pieces, task % pieces
-        start = row * length + piece * chunk_length
-        end = min(start + chunk_length, (row + 1) * length)
-        _transform(x, y, start, end, row, row % number, length, of_rows, weight, bias, streaming)
+        g, offset = task // pieces, task % pieces * chunk_length
+        _transform_pieces(
+            x, y, g, offset, min(chunk_length, length - offset), batch, number, length, of_rows,
+            weight, bias, rooms, streaming,
+        )  # fmt: skip
         task = last_task(board, me)
 
 

@@ -41,6 +41,7 @@ from .elements import (
     store,
     strict_function,
 )
+from .memory import empty
 from .pieces import (
     columns_chunk,
     columns_chunks,
@@ -59,6 +60,10 @@ __all__ = ["moments", "update_running"]
 # Zen 5: smaller ones come from the third-level cache, and are slower so.
 _FETCHED_BYTES = 16 << 20
 
+#: Copies of parameters of so many bytes lie in kept memory: the C library gives its own back to the
+#: system after every call.
+PARAMETER_BYTES = 1 << 20
+
 #: What stands for a missing array; kernels ask for its size.
 NONE = {np.dtype(dtype): np.empty(0, dtype) for dtype in (np.float32, np.float64)}
 
@@ -72,8 +77,10 @@ def parameter(array, dtype, offset=0.0, times=1, dealt=False):
         return NONE[dtype]
     if array.dtype is dtype and array.flags.carray and not (offset or dealt):  # as a rule
         return array if times == 1 else array.repeat(times)
-    values = np.empty(array.size * times, dtype)
-    half = (values.size + 1) // 2 if dealt else 0
+    size = array.size * times
+    large = size * dtype.itemsize >= PARAMETER_BYTES
+    values = empty((size,), dtype, PARAMETER_BYTES) if large else np.empty(size, dtype)
+    half = (size + 1) // 2 if dealt else 0
     _lay_out(flat(dense(array)), float(offset), times, half, values)
     return values
 
@@ -272,12 +279,6 @@ def _moments_segments(
 
 
 @device_function
-def _far(x, stride, width):
-    """Whether to fetch rows ahead."""
-    return apart(x, stride, width) or x.size * x.itemsize > _FETCHED_BYTES
-
-
-@device_function
 def _four_sums(x, a, b, c, d, start, length, center, total):
     for p in range(start, start + length):
         pivot = load_scratch(center, p)
@@ -298,24 +299,35 @@ def _four_squares(x, a, b, c, d, start, length, center, total, squares):
 
 
 @device_function
-def _center_columns(x, start, stride, rows, width, center, total):
-    """Move the centers of `width` positions, and the totals about them, to the means of `rows`.
+def _by_fours(x, start, stride, rows, width, new, add, arguments):
+    """Call ``add(x, a, b, c, d, first, length, *arguments)`` for rows in fours; how many those are.
 
-    Four rows are added before they meet the running sums.
+    The next four are fetched meanwhile if they are not near, being `new` and far.
     """
-    fours, far, step = rows // 4 * 4, _far(x, stride, width), fetch_step(x)
+    fours, step = rows // 4 * 4, fetch_step(x)
+    far = apart(x, stride, width) or x.size * x.itemsize > _FETCHED_BYTES
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-        if not far:
-            _four_sums(x, a, b, c, d, 0, width, center, total)
+        if not (far and new):
+            add(x, a, b, c, d, 0, width, *arguments)
             continue
         whole = width // step * step
         for p in range(0, whole, step):
             for i in (a + p, b + p, c + p, d + p):
                 fetch(x, i + 4 * stride, step)
-            _four_sums(x, a, b, c, d, p, step, center, total)
-        _four_sums(x, a, b, c, d, whole, width - whole, center, total)
+            add(x, a, b, c, d, p, step, *arguments)
+        add(x, a, b, c, d, whole, width - whole, *arguments)
+    return fours
+
+
+@device_function
+def _center_columns(x, start, stride, rows, width, center, total):
+    """Move the centers of `width` positions, and the totals about them, to the means of `rows`.
+
+    Four rows are added before they meet the running sums.
+    """
+    fours = _by_fours(x, start, stride, rows, width, True, _four_sums, (center, total))
     for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):
@@ -332,7 +344,6 @@ def _center_columns(x, start, stride, rows, width, center, total):
 def _columns_chunk(x, start, stride, rows, width, count, center, total, squares, mean, m2):
     """Merge `rows` rows into the moments that `width` positions have of `count` rows before."""
     zero = as_accumulator(x, 0.0)
-    fours, far, step = rows // 4 * 4, count > 0 and _far(x, stride, width), fetch_step(x)
     for p in range(width):
         pivot = _center(x, load_scratch(mean, p)) if count else _pivot(x, start + p)
         store(center, p, pivot)
@@ -340,18 +351,8 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
         store(squares, p, zero)
     if count == 0:
         _center_columns(x, start, stride, rows, width, center, total)
-    for row in range(0, fours, 4):
-        a = start + row * stride
-        b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-        if not far:
-            _four_squares(x, a, b, c, d, 0, width, center, total, squares)
-            continue
-        whole = width // step * step
-        for p in range(0, whole, step):
-            for i in (a + p, b + p, c + p, d + p):
-                fetch(x, i + 4 * stride, step)
-            _four_squares(x, a, b, c, d, p, step, center, total, squares)
-        _four_squares(x, a, b, c, d, whole, width - whole, center, total, squares)
+    numbers = (center, total, squares)
+    fours = _by_fours(x, start, stride, rows, width, count > 0, _four_squares, numbers)
     for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):

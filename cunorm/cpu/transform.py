@@ -395,8 +395,9 @@ def _given(geometry: Geometry, dtype: np.dtype) -> _Call:
     """To transform x of this dtype with given statistics."""
     cut = transform_plan(geometry, dtype.itemsize)
     if isinstance(cut, Rows):
-        kernel, tasks = transform_rows, cut.tasks
-        arguments = (*row_extents(geometry), *cut.arguments)
+        extents = row_extents(geometry)
+        kernel, tasks = transform_rows, extents[1] * cut.pieces
+        arguments = (*extents, *cut.arguments)
     elif isinstance(cut, Segments):
         kernel = _transform_segments
         tasks, stretch = stretches(geometry, dtype.itemsize)
@@ -434,7 +435,7 @@ def _parameters(call: _Call, x, weight, bias, geometry: Geometry):
     """Weight and bias as a call's kernel takes them."""
     dtype = call.dtype
     if call.rows:
-        dealt = are_dealt(x)
+        dealt = call.kernel is normalize_rows and are_dealt(x)
         return (
             row_parameter(weight, dtype, geometry, 1.0, 0.0, dealt),
             row_parameter(bias, dtype, geometry, 0.0, 0.0, dealt),
