@@ -76,10 +76,6 @@ from .transform import STREAMING_BYTES, columns_transform, run_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
-# Runs of dy and x of more cache lines than that the hardware itself reads sooner than they are
-# fetched, two at a time. Measured on Zen 5.
-_PAIR_LINES = 16
-
 # Whole rows of dy and x are read one after another if either is larger. Measured on Zen 5.
 _READ_ON_BYTES = 2 << 20
 
@@ -170,9 +166,9 @@ def _segments_sums(
         for r in range(row, row + rows):
             for i in range(channels):
                 start = starts[i] + r * stride + offset
-                if rows > 1:
-                    prefetch(dy, start + stride, length, _PAIR_LINES)
-                    prefetch(x, start + stride, length, _PAIR_LINES)
+                if outer > 1 and length == inner:
+                    prefetch(dy, start + stride, length)
+                    prefetch(x, start + stride, length)
                 sum_dy, sum_dy_xmu = _run_reduce(dy, x, start, length, load_scratch(means, i))
                 sums[i, 0] += sum_dy
                 sums[i, 1] += sum_dy_xmu

@@ -200,9 +200,10 @@ def first_sum(x, i, start, length, centers, sums):
 def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, moments):
     """Merge a chunk of each of some channels into the rows (count, mean, m2) of `moments`.
 
-    Of channel i it is `rows` runs of `length` elements, `stride` apart, from `starts[i]` on. If
-    it is the first chunk, `centers` and `sums` hold what its elements have been summed about,
-    and the sums. What is computed once for a channel is computed side by side.
+    Of channel i it is `rows` runs of `length` elements, `stride` apart, from `starts[i]` on; that
+    is 0 if no run follows. If it is the first chunk, `centers` and `sums` hold what its elements
+    have been summed about, and the sums. What is computed once for a channel is computed side by
+    side.
     """
     count = np.float64(rows * length)
     for i in range(channels):
@@ -215,7 +216,7 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
     for r in range(rows):
         for i in range(channels):
             start = starts[i] + r * stride
-            if rows > 1:
+            if stride > 0:
                 prefetch(x, start + stride, length)
             total, squares = _run_squares(x, start, length, load_scratch(centers, i))
             sums[i, 0] += total
@@ -252,7 +253,10 @@ def segments_moments(
                     start = starts[i] + r * stride
                     prefetch(x, start + stride, length)
                     sums[i, 0] += _run_sum(x, start, length, load_scratch(centers, i))
-        chunk_moments(x, channels, starts, rows, stride, length, centers, sums, moments)
+        follows = outer > 1 and length == inner
+        chunk_moments(
+            x, channels, starts, rows, stride if follows else 0, length, centers, sums, moments
+        )
 
 
 @shared_kernel
