@@ -58,7 +58,7 @@ __all__ = ["moments", "update_running"]
 
 # Rows of arrays of more bytes are fetched ahead also where they follow each other. Measured on
 # Zen 5: smaller ones come from the third-level cache, and are slower so.
-_FETCHED_BYTES = 16 << 20
+_FETCHED_BYTES = 8 << 20
 
 #: Copies of parameters of so many bytes lie in kept memory: the C library gives its own back to the
 #: system after every call.
