@@ -235,7 +235,7 @@ def _gradient_segments(
 ):  # fmt: skip
     """A task is a stretch of memory; the last one goes first, being nearest."""
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
-    ahead = way_ahead(x, 1, x.size, 0)
+    ahead = way_ahead(x)
     task = last_task(board, me)
     while task >= 0:
         start, end = task * stretch, min(x.size, (task + 1) * stretch)
@@ -273,7 +273,7 @@ def _backward_segments(
     means, scales, slopes, offsets = numbers[0], numbers[1], numbers[2], numbers[3]
     sums, part_sums = np.empty((channels, 2)), np.empty((channels, 2))
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
-    ahead = way_ahead(x, outer, inner, group * inner)
+    ahead = way_ahead(x, outer, channels * inner)  # the next block, while this one is written
     task = next_task(board, me)
     while task >= 0:
         first = task * channels

@@ -328,10 +328,9 @@ def prefetch(array, start, length):
 
 
 @device_function
-def way_ahead(array, rows, length, stride):
-    """How many elements ahead to fetch in `rows` runs `stride` apart: to the next one if short."""
-    far = _AHEAD_LINES * _per_line(array)
-    return stride if rows > 1 and length <= far else far
+def way_ahead(array, rows=1, elsewhere=0):
+    """How many elements ahead to fetch: some lines of one run, of several what lies `elsewhere`."""
+    return elsewhere if rows > 1 else _AHEAD_LINES * _per_line(array)
 
 
 @device_function

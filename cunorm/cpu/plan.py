@@ -96,10 +96,9 @@ _SWEEP_BYTES = 64 << 10
 _MOST_PARTS = 32
 _ENOUGH_TASKS = 256
 
-# What one task may keep near. Runs, and whole samples, come back fast from a shared
+# What one task may keep near. Blocks of runs, and whole samples, come back fast from a shared
 # third-level cache too, channels of runs from three quarters of a processor's share of it; narrow
-# columns, a cache line here and there, only from the second. So do blocks of channels whose runs
-# are whole cache lines; others, of which each block's first and last are read twice, are larger.
+# columns, a cache line here and there, only from the second.
 _RESIDENT_CHANNEL_BYTES = min(max(2 << 20, last_level_cache()[1] // 4 * 3), 12 << 20)
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
@@ -253,9 +252,7 @@ def _segments(geometry: Geometry, itemsize: int, operands: int, threads: int) ->
     block = _TASK_BYTES // statistic_bytes
     if outer > 1:
         wide = _ceil_div(_STRETCH_BYTES, members * inner * itemsize)
-        lines = inner * itemsize % 64 == 0
-        near = _RESIDENT_COLUMNS_BYTES if lines else _RESIDENT_RUNS_BYTES
-        fitting = near // (statistic_bytes * max(1, operands))
+        fitting = _RESIDENT_RUNS_BYTES // (statistic_bytes * max(1, operands))
         block = max(block, min(wide, fitting, geometry.statistics // (4 * threads)))
     block = max(1, block)
     blocks = _ceil_div(geometry.statistics, block)

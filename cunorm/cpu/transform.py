@@ -115,7 +115,7 @@ def _transform_segments(
     """A task is a stretch of memory; the last one goes first, being nearest."""
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     stage = np.empty(stage_size(y, inner, streaming), y.dtype)
-    ahead = way_ahead(x, 1, x.size, 0)
+    ahead = way_ahead(x)
     task = last_task(board, me)
     while task >= 0:
         start, end = task * stretch, min(x.size, (task + 1) * stretch)
@@ -154,7 +154,8 @@ def _normalize_segments(
     scales, shifts = coefficients[0], coefficients[1]
     length = inner // members
     stage = np.empty(stage_size(y, length, streaming), y.dtype)
-    ahead = way_ahead(x, outer, inner, group * inner)
+    # The next block, while this one is written; where a stage is, which is slower so, its next row.
+    ahead = way_ahead(x, outer, group * inner if stage.size else block * inner)
     task = next_task(board, me)
     while task >= 0:
         first = task * block
