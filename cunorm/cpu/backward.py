@@ -273,7 +273,7 @@ def _backward_segments(
     means, scales, slopes, offsets = numbers[0], numbers[1], numbers[2], numbers[3]
     sums, part_sums = np.empty((channels, 2)), np.empty((channels, 2))
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
-    ahead = way_ahead(x, outer, channels * inner)  # the next block, while this one is written
+    ahead = channels * inner if outer > 1 else way_ahead(x)  # the next block, or lines
     task = next_task(board, me)
     while task >= 0:
         first = task * channels

@@ -328,9 +328,9 @@ def prefetch(array, start, length):
 
 
 @device_function
-def way_ahead(array, rows=1, elsewhere=0):
-    """How many elements ahead to fetch: some lines of one run, of several what lies `elsewhere`."""
-    return elsewhere if rows > 1 else _AHEAD_LINES * _per_line(array)
+def way_ahead(array):
+    """How many elements ahead to fetch in memory that is read on and on."""
+    return _AHEAD_LINES * _per_line(array)
 
 
 @device_function

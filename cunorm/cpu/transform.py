@@ -154,8 +154,12 @@ def _normalize_segments(
     scales, shifts = coefficients[0], coefficients[1]
     length = inner // members
     stage = np.empty(stage_size(y, length, streaming), y.dtype)
-    # The next block, while this one is written; where a stage is, which is slower so, its next row.
-    ahead = way_ahead(x, outer, group * inner if stage.size else block * inner)
+    # What is fetched while a block is written: the next block, but where a stage is the next row,
+    # and in float32 that is read on and on the next lines.
+    if outer > 1:
+        ahead = group * inner if stage.size else block * inner
+    else:
+        ahead = block * inner if x.itemsize == 2 else way_ahead(x)
     task = next_task(board, me)
     while task >= 0:
         first = task * block
