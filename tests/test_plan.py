@@ -87,8 +87,6 @@ def test_stretches_cover_memory_in_whole_lines(outer, group, inner, itemsize):
         ((64, 256, 27, 27), 2, 2, 5),
         ((64, 256, 27, 27), 1, 16, 4),  # 64 blocks for 16 threads
         ((64, 256, 27, 27), 1, 200, 1),
-        ((64, 256, 28, 28), 1, 2, 3),  # 49 cache lines each: 3 are 768 KiB
-        ((64, 256, 28, 28), 2, 2, 1),
         ((16, 256, 32, 32), 1, 2, 8),  # 32 KiB on end
         ((16, 64, 112, 112), 1, 2, 1),  # 50 KB on end already
         ((1, 1024, 48), 1, 2, 170),  # a task's worth
