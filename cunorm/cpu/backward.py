@@ -189,7 +189,7 @@ def _reduce_segments(
     /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is one part of one block; `partials[channel, part]` gets the two sums.
+    """A task is one part of one block; `partials[part]` gets both sums of channels.
 
     If there is a dx, it becomes that of given statistics.
     """
@@ -210,7 +210,9 @@ def _reduce_segments(
             dy, x, dx, part, outer, inner, group * inner, chunk_rows, chunk_length, part_chunks,
             last - first, starts, means, scales, streaming, stage, sums,
         )  # fmt: skip
-        partials[first:last, part] = sums[: last - first]
+        for i in range(last - first):
+            partials[part, 0, first + i] = sums[i, 0]
+            partials[part, 1, first + i] = sums[i, 1]
         task = next_task(board, me)
 
 
@@ -490,7 +492,7 @@ def _reduce_columns(
     batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
-    """A task is one part of one block; `partials[channel, part]` gets the two sums.
+    """A task is one part of one block; `partials[part]` gets both sums of channels.
 
     If there is a dx, it becomes that of given statistics.
     """
@@ -519,8 +521,8 @@ def _reduce_columns(
         )  # fmt: skip
         for channel in range(channels * members):
             sums = _channel_sums(channel, channels * members, fold, length, total_dy, total_dy_xmu)
-            partials[statistic * members + channel, part, 0] = sums[0]
-            partials[statistic * members + channel, part, 1] = sums[1]
+            partials[part, 0, statistic * members + channel] = sums[0]
+            partials[part, 1, statistic * members + channel] = sums[1]
         task = next_task(board, me)
 
 
@@ -666,12 +668,19 @@ def _backward_columns(
 
 @kernel
 def _finish_sums(partials, members, residual, sum_dy, sum_dy_xmu):
-    for channel in range(partials.shape[0]):
-        total_dy, total_dy_xmu = 0.0, 0.0
-        for part in range(partials.shape[1]):
-            total_dy += partials[channel, part, 0]
-            total_dy_xmu += partials[channel, part, 1]
-        _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu)
+    totals = np.zeros(partials.shape[1:])
+    total_dy, total_dy_xmu = totals[0], totals[1]
+    for part in range(partials.shape[0]):
+        of_dy, of_dy_xmu = partials[part, 0], partials[part, 1]
+        for channel in range(total_dy.size):
+            store(total_dy, channel, load_scratch(total_dy, channel) + load(of_dy, channel))
+            total = load_scratch(total_dy_xmu, channel) + load(of_dy_xmu, channel)
+            store(total_dy_xmu, channel, total)
+    for channel in range(total_dy.size):
+        _write_sums(
+            channel, members, residual, load_scratch(total_dy, channel),
+            load_scratch(total_dy_xmu, channel), sum_dy, sum_dy_xmu,
+        )  # fmt: skip
 
 
 @device_function
@@ -733,7 +742,7 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
     cut = plan(geometry, x.itemsize, 2 if training else 0)
     assert not isinstance(cut, Rows)
     channels = geometry.batch * geometry.group
-    partials = np.empty((channels, cut.parts, 2))
+    partials = np.empty((cut.parts, 2, channels))
     run(
         _REDUCE[type(cut)], cut.tasks, 2 * x.nbytes, flat(dy), flat(x),
         flat(x)[:0] if out is None else flat(out), mean, inv_std, weight, partials,

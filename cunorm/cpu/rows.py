@@ -210,14 +210,14 @@ def normalize_rows(
 def squares_rows(
     board, me, x, partials, /, batch, number, length, chunk_length, pieces, block, blocks
 ):
-    """A task is one piece of a row; `partials[row, piece]` gets (count, 0, sum of squares)."""
+    """A task is one piece of a row; `partials[piece]` gets counts, zeros and sums of squares."""
     task = next_task(board, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
         size = min(chunk_length, length - piece * chunk_length)
-        partials[row, piece, 0] = size
-        partials[row, piece, 1] = 0.0
-        partials[row, piece, 2] = _run_squares(x, row * length + piece * chunk_length, size)
+        partials[piece, 0, row] = size
+        partials[piece, 1, row] = 0.0
+        partials[piece, 2, row] = _run_squares(x, row * length + piece * chunk_length, size)
         task = next_task(board, me)
 
 

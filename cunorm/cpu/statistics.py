@@ -264,7 +264,7 @@ def _moments_segments(
     board, me, x, partials, /, batch, outer, group, inner,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
+    """A task is one part of one block; `partials[part]` gets its counts, means and m2."""
     starts, centers, sums = np.empty(block, np.int64), scratch(x, block), np.empty((block, 2))
     moments = np.empty((block, 3))
     task = next_task(board, me)
@@ -275,7 +275,8 @@ def _moments_segments(
             x, first, last, part, outer, group, inner, chunk_rows, chunk_length, part_chunks,
             starts, centers, sums, moments,
         )  # fmt: skip
-        partials[first:last, part] = moments[: last - first]
+        for i in range(last - first):
+            _write_moments(partials, part, first + i, (moments[i, 0], moments[i, 1], moments[i, 2]))
         task = next_task(board, me)
 
 
@@ -429,7 +430,7 @@ def _moments_columns(
     board, me, x, partials, /, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
-    """A task is one part of one block; `partials[statistic, part]` gets (count, mean, m2)."""
+    """A task is one part of one block; `partials[part]` gets its counts, means and m2."""
     most = fold * block_channels * inner
     blocks, positions = scratch(x, (3, most)), np.empty((2, most))
     center, total, squares = blocks[0], blocks[1], blocks[2]
@@ -445,7 +446,7 @@ def _moments_columns(
         )  # fmt: skip
         for channel in range(channels):
             moments = channel_of_columns(channel, channels, fold, inner, height, tail, mean, m2)
-            _write_moments(partials, statistic + channel, part, moments)
+            _write_moments(partials, part, statistic + channel, moments)
         task = next_task(board, me)
 
 
@@ -453,23 +454,27 @@ def _moments_columns(
 
 
 @device_function
-def _write_moments(partials, statistic, part, moments):
-    partials[statistic, part, 0] = moments[0]
-    partials[statistic, part, 1] = moments[1]
-    partials[statistic, part, 2] = moments[2]
+def _write_moments(partials, part, statistic, moments):
+    partials[part, 0, statistic] = moments[0]
+    partials[part, 1, statistic] = moments[1]
+    partials[part, 2, statistic] = moments[2]
 
 
 @strict_function
-def merge_parts(partials, statistic):
-    """(count, mean, m2) of a channel: its parts in order."""
-    count, mean, m2 = 0.0, 0.0, 0.0
-    for part in range(partials.shape[1]):
-        size = partials[statistic, part, 0]
-        mean, m2 = merge_moments(
-            count, mean, m2, size, partials[statistic, part, 1], partials[statistic, part, 2]
-        )
-        count += size
-    return count, mean, m2
+def merge_parts(partials):
+    """Merge the parts of all statistics, in order, into the first ones."""
+    count, mean, m2 = partials[0, 0], partials[0, 1], partials[0, 2]
+    for part in range(1, partials.shape[0]):
+        sizes, means, squares = partials[part, 0], partials[part, 1], partials[part, 2]
+        for i in range(count.size):  # vectorized
+            size = load(sizes, i)
+            merged_mean, merged_m2 = merge_moments(
+                load_scratch(count, i), load_scratch(mean, i), load_scratch(m2, i),
+                size, load(means, i), load(squares, i),
+            )  # fmt: skip
+            store(count, i, load_scratch(count, i) + size)
+            store(mean, i, merged_mean)
+            store(m2, i, merged_m2)
 
 
 @strict_function
@@ -501,20 +506,21 @@ def save(statistics, statistic, count, center, m2, eps):
 
 @kernel
 def _finish_moments(partials, mean, m2):
-    for statistic in range(partials.shape[0]):
-        _, channel_mean, channel_m2 = merge_parts(partials, statistic)
-        store(mean, statistic, as_accumulator(mean, channel_mean))
-        store(m2, statistic, as_accumulator(m2, channel_m2))
+    merge_parts(partials)
+    means, squares = partials[0, 1], partials[0, 2]
+    for i in range(mean.size):
+        store(mean, i, as_accumulator(mean, load_scratch(means, i)))
+        store(m2, i, as_accumulator(m2, load_scratch(squares, i)))
 
 
 _MOMENTS = {Segments: _moments_segments, Columns: _moments_columns}
 
 
 def partial_moments(x, geometry: Geometry):
-    """(count, mean, m2) in float64 of every part of every statistic: (statistics, parts, 3)."""
+    """Counts, means and m2 in float64 of every part of every statistic: (parts, 3, statistics)."""
     merged = geometry.merged()
     cut = statistics_plan(geometry, x.itemsize)
-    partials = np.empty((geometry.statistics, cut.parts, 3))
+    partials = np.empty((cut.parts, 3, geometry.statistics))
     run(
         _MOMENTS[type(cut)],
         cut.tasks,

@@ -359,10 +359,11 @@ def _normalize_columns(
 
 @kernel
 def _finish_normalization(partials, running_mean, running_var, eps, bessel, factor, statistics):
-    for statistic in range(partials.shape[0]):
-        count, center, m2 = merge_parts(partials, statistic)
-        save(statistics, statistic, count, center, m2, eps)
-        blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
+    merge_parts(partials)
+    count, mean, m2 = partials[0, 0], partials[0, 1], partials[0, 2]
+    for i in range(count.size):
+        save(statistics, i, load_scratch(count, i), load_scratch(mean, i), load_scratch(m2, i), eps)
+        blend_running(statistics, i, running_mean, running_var, bessel, factor)
 
 
 @kernel
@@ -522,7 +523,7 @@ def normalize(
         else:
             cut = plan(geometry, x.itemsize, 1, False)
             assert isinstance(cut, Rows)
-            partials = np.empty((geometry.statistics, cut.pieces, 3))
+            partials = np.empty((cut.pieces, 3, geometry.statistics))
             run(
                 squares_rows, cut.tasks, x.nbytes, flat(x), partials,
                 numbers(*row_extents(geometry), *cut.arguments),
