@@ -23,7 +23,6 @@ from ..geometry import Geometry
 from .elements import (
     LINE_ELEMENTS,
     accumulate,
-    apart,
     as_accumulator,
     device_function,
     fetch,
@@ -76,8 +75,10 @@ from .transform import STREAMING_BYTES, columns_transform, run_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
-# Whole rows of dy and x are read one after another if either is larger. Measured on Zen 5.
+# Whole rows of dy and x are read one after another if either is larger; but those of half types,
+# with so many positions, two at a time, while the next two are fetched. Measured on Zen 5.
 _READ_ON_BYTES = 2 << 20
+_WIDE_HALF = 1024
 
 
 @strict_function
@@ -327,9 +328,11 @@ def _backward_segments(
 def _reads_on(x, stride, width):
     """Whether to read one row after another, two of which would share loads and stores.
 
-    Memory, unlike a cache, is fetched ahead only where it is read on and on.
+    Memory, unlike a cache, is best read on and on, if arithmetic does not take longer.
     """
-    return stride == width and x.size * x.itemsize > _READ_ON_BYTES
+    near = x.size * x.itemsize <= _READ_ON_BYTES
+    wide = x.itemsize == 2 and width >= _WIDE_HALF
+    return stride == width and not (near or wide)
 
 
 @device_function
@@ -386,7 +389,7 @@ def _columns_chunk(
         store(sum_dy_xmu, p, zero)
     on = _reads_on(x, stride, width)
     twos = 0 if on else rows // 2 * 2
-    far, step = apart(x, stride, width), fetch_step(x)
+    far, step = x.size * x.itemsize > _READ_ON_BYTES, fetch_step(x)
     for row in range(0, twos, 2):
         a = start + row * stride
         b = a + stride
