@@ -76,7 +76,7 @@ def test_streamed_outputs_have_the_same_bits(rng, monkeypatch, shape, axis, dtyp
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("channels", [48, 64, 512, 1000])
+@pytest.mark.parametrize("channels", [48, 64, 512, 1000, 1024])
 def test_large_columns_have_the_same_bits_wherever_they_lie(rng, channels, dtype):
     """Rows that backward reads on and on are added from cache line to cache line."""
     most = max(statistics._FETCHED_BYTES, backward._READ_ON_BYTES)

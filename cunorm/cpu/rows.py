@@ -105,7 +105,7 @@ def _lot(x, length):
 
 
 @device_function
-def _way_ahead(x, number, length):
+def _row_ahead(x, number, length):
     """How many elements ahead to fetch: to the next row with the same parameters, or farther."""
     return number * length if number > 1 else _AHEAD_BYTES // x.itemsize
 
@@ -172,7 +172,7 @@ def normalize_rows(
     of_rows = (statistics[0], statistics[2], statistics[1])
     lot, row_bytes = _lot(x, length), length * x.itemsize
     single = _LOT_BYTES < row_bytes <= _AHEAD_BYTES
-    ahead = _way_ahead(x, number, length) if streaming and single else 0
+    ahead = _row_ahead(x, number, length) if streaming and single else 0
     starts, centers, sums = np.empty(lot, np.int64), scratch(x, lot), np.empty((lot, 2))
     moments = np.empty((lot, 3))
     task = next_task(board, me)
@@ -390,7 +390,7 @@ def backward_rows(
     dweight, dbias = scratch(x, length), scratch(x, length)
     nothing = np.zeros(chunk_length, x.dtype)
     slow = x.itemsize == 2 and length * x.itemsize > _SLOW_BYTES
-    ahead = _way_ahead(x, number, length) if streaming and slow else 0
+    ahead = _row_ahead(x, number, length) if streaming and slow else 0
     task = next_task(board, me)
     while task >= 0:
         g = task % number
