@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
+
 import cunorm
 
 __all__ = ["machine", "on_cpu", "on_gpu"]
@@ -124,6 +126,8 @@ def machine(torch: Any) -> dict[str, Any]:
     described: dict[str, Any] = dict(
         re.split(" {2,}", line, maxsplit=1) for line in text.getvalue().splitlines()
     )
+    # Virtual machines call many processors by one name; the compiler knows their generation.
+    described["processor"] += f" ({llvmlite.binding.get_host_cpu_name()})"
     described["torch"] = torch.__version__ if torch else "not installed"
     described["torch threads"] = torch.get_num_threads() if torch else 0
     described["cores"] = os.cpu_count()
