@@ -203,6 +203,27 @@ def test_families(geometry, forward, backward):
 
 
 @pytest.mark.parametrize(
+    ("short_vectors", "itemsize", "inner", "family"),
+    [
+        (False, 4, 255, plan.Columns),
+        (False, 4, 256, plan.Segments),
+        (True, 4, 127, plan.Columns),
+        (True, 4, 128, plan.Segments),
+        (True, 2, 255, plan.Columns),
+    ],
+)
+def test_family_of_a_backward_pass(monkeypatch, short_vectors, itemsize, inner, family):
+    """Where vectors are short, runs of float32 pay from half the length on."""
+    monkeypatch.setattr(plan, "_SHORT_VECTORS", short_vectors)
+    plan._plan.cache_clear()
+    try:
+        cut = plan.plan(batch_norm_geometry((64, 16, inner), 1), itemsize, 2)
+    finally:
+        plan._plan.cache_clear()
+    assert isinstance(cut, family)
+
+
+@pytest.mark.parametrize(
     ("shape", "itemsize", "family"),
     [
         ((64, 256, 8, 8), 4, plan.Segments),
