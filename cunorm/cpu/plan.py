@@ -51,8 +51,8 @@ _SHORT_ONLY_RUN = 12  # of a channel: there are no rows to spread anything over
 _SHORT_RUN_BYTES, _SOME_ROWS = 128, 4
 _MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
 
-# With vectors of 32 bytes (measured on Zen 3) runs pay from half that length on in a backward pass,
-# but of half types.
+# With vectors of 32 bytes runs pay from half that length on in a backward pass, but of half types.
+# Measured on Zen 3, in float32.
 _SHORT_VECTORS = not get_host_cpu_features().get("avx512f", False)
 
 # A sweep that sums nothing has no use for positions of their own where runs are as long as this,
