@@ -44,12 +44,14 @@ CUDA_ONLY = {"test_cuda_kernels.py", "test_cuda_mutants.py", "test_cuda_traffic.
 
 def pytest_addoption(parser):
     parser.addoption("--backend", choices=["cpu", "cuda-on-cpu", "gpu"], default="cpu")
+    parser.addoption("--thorough", action="store_true", help="compile for every architecture")
     parser.addoption("--kernels", type=Path, help="folder of other CUDA sources to execute")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu: of the CPU backend alone")
     config.addinivalue_line("markers", "gpu: needs a GPU")
+    config.addinivalue_line("markers", "thorough: lasts long, left out unless --thorough is given")
     config.addinivalue_line("markers", "numpy: of what CuPy's arrays do not have, not on a GPU")
 
 
@@ -63,6 +65,7 @@ def pytest_collection_modifyitems(config, items):
             right = item.path.name in EVERYWHERE | CUDA_ONLY and "cpu" not in item.keywords
         if backend == "gpu":
             right = (right or item.path.name == "test_gpu.py") and "numpy" not in item.keywords
+        right = right and ("thorough" not in item.keywords or config.getoption("--thorough"))
         (kept if right else left).append(item)
         if backend != "gpu" and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --backend gpu"))

@@ -1,4 +1,7 @@
-"""Every specialization of the kernels through the compilers that users have, without a GPU."""
+"""Specializations of the kernels through the compilers that users have, without a GPU.
+
+A dtype or two of each architecture; `--thorough` takes all of each, which lasts long.
+"""
 
 import nvrtc
 import pytest
@@ -44,8 +47,25 @@ def check(made, layout, dtype, file):
         assert kernel.registers <= 128, f"{what}: {kernel}"
 
 
-@pytest.mark.parametrize("dtype", nvrtc.DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
+def each(architectures, dtypes, always):
+    """Parameters of a test: architectures with dtypes, those in `always` without being asked for."""
+    return pytest.mark.parametrize(
+        ("architecture", "dtype"),
+        [
+            pytest.param(a, d, marks=[] if (a, str(d)) in always else pytest.mark.thorough)
+            for a in architectures
+            for d in dtypes
+        ],
+        ids=str,
+    )
+
+
+@each(
+    nvrtc.ARCHITECTURES,
+    nvrtc.DTYPES,
+    {(75, "bfloat16"), (80, "float64"), (90, "float16"), (90, "float32"), (100, "bfloat16"),
+     (120, "float16")},
+)  # fmt: skip
 def test_no_warnings_and_no_spills(architecture, dtype):
     layouts = {75: WITHOUT_CLUSTERS, 90: nvrtc.LAYOUTS}.get(architecture, MAIN)
     names = set()
@@ -55,29 +75,27 @@ def test_no_warnings_and_no_spills(architecture, dtype):
     assert len(names) == 19
 
 
-@pytest.mark.parametrize("architecture", [75, 90, 120])
-def test_older_compiler(architecture):
+@each([75, 90, 120], nvrtc.DTYPES[:3], {(75, "float16"), (90, "float32"), (120, "bfloat16")})
+def test_older_compiler(architecture, dtype):
     """NVRTC of CUDA 12, for the main layouts: it compiles what that of CUDA 13 does."""
     layouts = ["runs, warp", "runs, block", "runs, unaligned", "columns, block", "rows, block"]
     layouts += ["runs, cluster"] if architecture >= 90 else []
-    for layout, dtype, file, _, made in compile_all(
-        architecture, layouts, nvrtc.DTYPES[:3], release=12
-    ):
+    for layout, _, file, _, made in compile_all(architecture, layouts, [dtype], release=12):
         assert made.kernels
         assert "warning" not in made.log.lower(), made.log
         for name, kernel in made.kernels.items():
             assert kernel.spills == 0, f"{name} of {file}: {layout}, {dtype}, {kernel}"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@each([80, 90], nvrtc.DTYPES[:3], {(80, "bfloat16"), (90, "float16"), (90, "float32")})
 @pytest.mark.parametrize(
     "layout",
     ["runs, block", "runs, stream", "columns, block", "runs, unaligned", "rows, block",
      "rows, spans"],
 )  # fmt: skip
-def test_machine_code(layout, architecture):
+def test_machine_code(layout, architecture, dtype):
     """Elements move 16 bytes at a time, several loads are in flight, nothing is in local memory."""
-    for _, dtype, file, options, made in compile_all(architecture, [layout], nvrtc.DTYPES[:3]):
+    for _, _, file, options, made in compile_all(architecture, [layout], [dtype]):
         o = dict(option[2:].split("=") for option in options)
         tile = int(o["TILE"])
         double = file.startswith("double")

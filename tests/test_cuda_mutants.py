@@ -38,7 +38,7 @@ MUTANTS = {
         "DEEP / windows * inner",
     ),
     "shift of unaligned arrays forgotten": (
-        "test_unaligned_arrays and block",
+        "test_unaligned_arrays and 600 and block",
         "layout.cuh",
         "(run + shift) % WIDTH",
         "run % WIDTH",
@@ -50,25 +50,25 @@ MUTANTS = {
         "using Offset = unsigned;\nusing Signed = int;",
     ),
     "lost barrier before the warps' results are read": (
-        "test_candidate and block",
+        "test_candidate and block and 257",
         "reduce.cuh",
         "    }\n    __syncthreads();\n    const int from",
         "    }\n    const int from",
     ),
     "lost barrier after the totals": (
-        "test_candidate and block",
+        "test_candidate and block and 257",
         "reduce.cuh",
         "totals[position] = value;\n    }\n    __syncthreads();",
         "totals[position] = value;\n    }",
     ),
     "lost barrier after the coefficients": (
-        "test_candidate and block",
+        "test_candidate and block and 257",
         "reduce.cuh",
         "    cluster_arrive();\n    __syncthreads();",
         "    cluster_arrive();",
     ),
     "lost barrier of the cluster": (
-        "test_candidate and cluster",
+        "test_candidate and cluster and 257",
         "reduce.cuh",
         "header.folds);\n    cluster_arrive();\n    cluster_wait();\n",
         "header.folds);\n",
@@ -86,7 +86,7 @@ MUTANTS = {
         "",
     ),
     "divergent shuffle": (
-        "test_candidate and block",
+        "test_candidate and block and 257",
         "reduce.cuh",
         "        for (int offset = WARPS / 2;",
         "        if (position < POSITIONS) for (int offset = WARPS / 2;",
@@ -212,7 +212,7 @@ MUTANTS = {
         "thread < GROUP; thread += GROUP",
     ),
     "gradients of one tile for all": (
-        "test_candidate_of_norms and block",
+        "test_candidate_of_norms and block and 600",
         "rows.cu",
         "kept.at(0, n * TILE + i, lane",
         "kept.at(0, i, lane",
@@ -284,7 +284,7 @@ MUTANTS = {
         "    // the rows that were",
     ),
     "statistics about the mean after all": (
-        "test_candidate_of_norms and RMS",
+        "test_candidate_of_norms and warp and RMS and 120",
         "moments.cuh",
         "const double correction = centered ? ",
         "const double correction = true ? ",
