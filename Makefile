@@ -4,7 +4,7 @@ PYTHON ?= python3
 MINUTES ?= 10
 BIN = .venv/bin
 
-.PHONY: demo demo-parallel test test-package soak lint docs bench bench-full wheel clean
+.PHONY: demo demo-parallel test test-compilers test-package soak lint docs bench bench-full wheel clean
 
 demo: .venv/installed-examples
 	$(BIN)/python examples/train_digits.py
@@ -18,6 +18,10 @@ test: .venv/installed-dev lint
 	@echo "executing the CUDA kernels on the CPU, with $(CXX) and its sanitizers ..."
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(foreach library,asan ubsan,$(shell $(CXX) -print-file-name=lib$(library).so))" \
 		$(BIN)/python -m pytest -n auto --dist worksteal --backend cuda-on-cpu
+
+# All that is compiled of the CUDA kernels, for every architecture; `make test` takes a part of it.
+test-compilers: .venv/installed-dev
+	$(BIN)/python -m pytest -n auto --dist worksteal --thorough tests/test_cuda_compile.py
 
 # As users have it: the sdist and the wheel made from it, each in an environment of its own, with
 # the newest and with the oldest versions of what it needs, tested away from the sources; and

@@ -1,6 +1,6 @@
 """Specializations of the kernels through the compilers that users have, without a GPU.
 
-A dtype or two of each architecture; `--thorough` takes all of each, which lasts long.
+A dtype or two of each architecture; with `--thorough` all, which lasts long.
 """
 
 import nvrtc
@@ -48,7 +48,7 @@ def check(made, layout, dtype, file):
 
 
 def each(architectures, dtypes, always):
-    """Parameters of a test: architectures with dtypes, those in `always` without being asked for."""
+    """Parameters of a test: architectures with dtypes, those not in `always` if `--thorough`."""
     return pytest.mark.parametrize(
         ("architecture", "dtype"),
         [

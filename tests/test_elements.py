@@ -58,3 +58,23 @@ def test_arrays_as_kernels_take_them(dtype, shape):
     x.flags.writeable = False
     assert elements.flat(x).flags.writeable  # so that nothing is compiled for it alone
     assert elements.flat(x).ctypes.data == x.ctypes.data
+
+
+@elements.device_function
+def _doubled(x):
+    return 2 * x
+
+
+@njit
+def _quadrupled(x):
+    return _doubled(_doubled(x))
+
+
+def test_no_machine_code_of_what_is_inlined():
+    assert _quadrupled(3) == 12
+    (made,) = _doubled.overloads.values()
+    (caller,) = _quadrupled.overloads.values()
+    engine = caller.library.codegen._engine
+    assert engine.is_symbol_defined(caller.fndesc.mangled_name)
+    assert not engine.is_symbol_defined(made.fndesc.mangled_name)
+    assert made.fndesc.mangled_name in made.library.get_llvm_str()

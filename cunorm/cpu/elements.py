@@ -23,6 +23,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
 
 from .cache import KernelCache, warn_not_kept
+from .inlined import InlinedCompiler
 
 if hasattr(os, "register_at_fork"):
     # A child forked while another thread compiles would inherit a compiler lock
@@ -61,16 +62,19 @@ _HALF, _UINT16, _INT16 = np.dtype(np.float16), np.dtype(np.uint16), np.dtype(np.
 #: sum(x - pivot) into sum(x) - n * pivot, and the digits would be gone.
 _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 
-#: Of functions that Python does not call: nothing that it would call is compiled.
-_WITHIN = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+#: Of functions that Python does not call, but are inlined into those that it does.
+_WITHIN = {
+    "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+    "pipeline_class": InlinedCompiler,
+}  # fmt: skip
 
 #: A function that kernels call, compiled into them. Calls of those that the compiler thinks
 #: too large would count references to every array that they take, in atomic operations.
-device_function = njit(forceinline=True, _nrt=False, **_WITHIN, **_OPTIONS)
+device_function = njit(_nrt=False, **_WITHIN, **_OPTIONS)
 
 #: The same without contraction: the same bits whatever code it is compiled into.
 #: Several kernels fold the same partial results and must agree about them.
-strict_function = njit(forceinline=True, _nrt=False, nogil=True, error_model="numpy", **_WITHIN)
+strict_function = njit(_nrt=False, nogil=True, error_model="numpy", **_WITHIN)
 
 
 def kernel(function, source=None):
