@@ -63,9 +63,8 @@ def each(architectures, dtypes, always):
 @each(
     nvrtc.ARCHITECTURES,
     nvrtc.DTYPES,
-    {(75, "bfloat16"), (80, "float64"), (90, "float16"), (90, "float32"), (100, "bfloat16"),
-     (120, "float16")},
-)  # fmt: skip
+    {(75, "bfloat16"), (80, "float64"), (90, "float16"), (100, "bfloat16"), (120, "float16")},
+)
 def test_no_warnings_and_no_spills(architecture, dtype):
     layouts = {75: WITHOUT_CLUSTERS, 90: nvrtc.LAYOUTS}.get(architecture, MAIN)
     names = set()
