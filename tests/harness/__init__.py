@@ -39,8 +39,8 @@ CLUSTERED = (
 )  # fmt: skip
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
-#: Of undefined behaviour the checks with which an address alone does not tell (a null pointer's
-#: does); all of them take a quarter more time to compile.
+#: Not all checks of undefined behaviour, which take a quarter more time to compile: null pointers,
+#: for one, the check of addresses finds too.
 _SANITIZERS = [
     "-fsanitize=address,alignment,bounds,float-cast-overflow,integer-divide-by-zero,shift,"
     "signed-integer-overflow,unreachable",
