@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -69,9 +70,10 @@ def gpu_timer(seconds: float) -> Callable[[Any], Any]:
 
 
 def write(record: dict[str, Any], folder: Path, name: str) -> Path:
-    """Write the record; the path of its file without the suffix."""
+    """Write the record; the path of its file, which names the device, without the suffix."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['backend']}-{name}"
+    device = re.sub(r"\W+", "-", record["device"]).strip("-").lower()
+    path = folder / f"{record['backend']}-{device}-{name}"
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     return path
 
