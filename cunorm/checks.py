@@ -183,7 +183,7 @@ def per_channel(
 
 def are_usual(
     x: np.ndarray,
-    number: int,
+    shape: tuple[int, ...],
     weight: Any,
     bias: Any,
     running_mean: Any,
@@ -194,13 +194,12 @@ def are_usual(
 ) -> bool:
     """Whether the arguments of a forward call are what they are as a rule, and right.
 
-    All are NumPy arrays then, x and `out` C-contiguous, the others float32 and float64 vectors,
-    and what is `written` has memory of its own. `parameter`, `running_statistics` and `output`
-    have nothing to say of these; they have the last word about all others.
+    All are NumPy arrays then, x and `out` C-contiguous, the others float32 and float64 ones of
+    this `shape`, and what is `written` has memory of its own. `parameter`, `running_statistics`
+    and `output` have nothing to say of these; they have the last word about all others.
     """
     if not x.flags.carray:
         return False
-    shape = (number,)
     for array in (weight, bias, running_mean, running_var):
         if array is None:
             continue
@@ -220,6 +219,50 @@ def are_usual(
         and out.shape == x.shape
         and out.dtype is x.dtype
         and _has_own_memory(out, None, (x, weight, bias, running_mean, running_var))
+    )
+
+
+def are_usual_in_backward(
+    dy: Any, x: np.ndarray, saved: Any, weight: Any, out: Any, centered: bool, layout: Any
+) -> bool:
+    """Whether the arguments of a backward call are what they are as a rule, and right.
+
+    All are NumPy arrays then, dy, x, `out` and what was saved C-contiguous, and `out` has memory
+    of its own.
+    """
+    dtype = x.dtype
+    if (
+        type(dy) is not _ndarray
+        or dy.dtype is not dtype
+        or dy.shape != saved.shape
+        or not (x.flags.carray and dy.flags.carray)
+    ):
+        return False
+    mean, inv_std, residual = saved.mean, saved.inv_std, saved.residual
+    statistics = _STATISTICS_DTYPES.get(dtype, _FLOAT32)
+    shape = layout.statistics_shape
+    for array in (inv_std, mean, residual):
+        if array is None:
+            if array is inv_std or (array is mean and centered):
+                return False
+        elif (
+            type(array) is not _ndarray
+            or array.dtype is not statistics
+            or array.shape != shape
+            or not array.flags.carray
+        ):
+            return False
+    if weight is not None:
+        if type(weight) is not _ndarray or weight.shape != layout.parameters_shape:
+            return False
+        own = weight.dtype
+        if own is not _FLOAT32 and own is not _FLOAT64:
+            return False
+    return out is None or (
+        type(out) is _ndarray
+        and out.shape == saved.shape
+        and out.dtype is dtype
+        and _has_own_memory(out, None, (dy, x, weight, mean, inv_std, residual))
     )
 
 

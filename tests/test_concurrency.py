@@ -145,7 +145,7 @@ def test_no_more_threads_to_be_had(rng, threads, monkeypatch):
 def kernel_of(function):
     """A shared kernel, like those of the package but kept nowhere."""
     kernel = tasks.shared_kernel(function)
-    kernel._cache = NullCache()
+    kernel.compiled._cache = NullCache()
     return kernel
 
 

@@ -1,6 +1,5 @@
 """What kernels are made of."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numba import njit
@@ -40,24 +39,6 @@ def test_division_of_numbers():
     for a in (0, 1, 2, 5, 6, 7, 41, 2**40):
         for b in (1, 2, 6, 7, 2**33):
             assert _quotient_and_remainder(a, b) == divmod(a, b)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 4, 5)])
-def test_arrays_as_kernels_take_them(dtype, shape):
-    """The same memory on one axis, half types as integers; the quick way is the same."""
-    x = np.arange(60)[: int(np.prod(shape))].reshape(shape).astype(dtype)
-    dtypes = {np.float16: np.uint16, ml_dtypes.bfloat16: np.int16}
-    for flat in (elements.flat(x), elements.flat_of(x.size, x.dtype)(x)):
-        assert flat.dtype == dtypes.get(dtype, dtype)
-        assert flat.shape == (x.size,)
-        assert flat.tobytes() == x.tobytes()
-        flat[-1] = 0
-        assert x.reshape(-1)[-1] == 0
-        x.reshape(-1)[-1] = 7
-    x.flags.writeable = False
-    assert elements.flat(x).flags.writeable  # so that nothing is compiled for it alone
-    assert elements.flat(x).ctypes.data == x.ctypes.data
 
 
 @elements.device_function

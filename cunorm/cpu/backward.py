@@ -27,7 +27,6 @@ from .elements import (
     device_function,
     fetch,
     fetch_step,
-    flat,
     flush,
     follow,
     kernel,
@@ -117,6 +116,16 @@ def _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_
     total_dy_xmu -= residual_times(residual, divide(channel, members)[0], total_dy)
     store(sum_dy, channel, as_accumulator(sum_dy, total_dy))
     store(sum_dy_xmu, channel, as_accumulator(sum_dy, total_dy_xmu))
+
+
+@device_function
+def _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight):
+    """Dweight of the channels [first, last) of one sample from their sums, if there is one."""
+    if dweight.size:
+        for channel in range(first, last):
+            r = np.float64(load(inv_std, divide(channel, members)[0]))
+            total = r * np.float64(load_scratch(sum_dy_xmu, channel))
+            store(dweight, channel, as_accumulator(dweight, total))
 
 
 # --- segments -----------------------------------------------------------------
@@ -265,11 +274,11 @@ def _gradient_segments(
 
 @shared_kernel
 def _backward_segments(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, dweight, streaming,
     /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is one block of statistics."""
+    """A task is one block of statistics; see `_write_dweight`."""
     channels = block * members
     count = np.float64(outer * members * inner)
     starts, numbers = np.empty(channels, np.int64), scratch(x, (4, channels))
@@ -297,6 +306,7 @@ def _backward_segments(
         for i in range(last - first):
             channel = first + i
             _write_sums(channel, members, residual, sums[i, 0], sums[i, 1], sum_dy, sum_dy_xmu)
+        _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight)
         for statistic in range(first // members, last // members):
             parameter = divide(statistic * members, parameters)[1]
             slope, offset = _share(
@@ -612,11 +622,11 @@ def _gradient_columns(
 
 @shared_kernel
 def _backward_columns(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, dweight, streaming,
     /, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
 ):  # fmt: skip
-    """A task is one block of whole channels."""
+    """A task is one block of whole channels; see `_write_dweight`."""
     most = fold * block_channels * inner
     blocks, totals = scratch(x, (8, most + LINE_ELEMENTS)), np.empty((2, most))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
@@ -652,6 +662,7 @@ def _backward_columns(
                 first + channel, members, residual, sums[channel, 0], sums[channel, 1],
                 sum_dy, sum_dy_xmu,
             )  # fmt: skip
+        _write_dweight(first, first + channels * members, members, inv_std, sum_dy_xmu, dweight)
         _spread_scales(
             x, statistic, channels, members, parameters, fold, inner, inv_std, weight, block_scale
         )
@@ -717,17 +728,13 @@ _BACKWARD = {Segments: _backward_segments, Columns: _backward_columns}
 
 
 @lru_cache(maxsize=1024)
-def _fused(geometry: Geometry, itemsize: int, threads: int):
+def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int):
     """(kernel, tasks, last arguments) for dx while x and dy are near; None if that is not to be."""
-    cut = plan(geometry, itemsize, 2)
-    assert not isinstance(cut, Rows)
-    if not stays_near(cut, threads):
+    cut = plan(geometry, itemsize, 2, centered)
+    if isinstance(cut, Rows) or not stays_near(cut, threads):
         return None
-    return (
-        _BACKWARD[type(cut)],
-        cut.resident_tasks,
-        numbers(*_extents(cut, geometry), *cut.arguments),
-    )
+    last = numbers(*_extents(cut, geometry), *cut.arguments)
+    return _BACKWARD[type(cut)], cut.resident_tasks, last
 
 
 def _extents(cut, geometry: Geometry):
@@ -747,8 +754,8 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
     channels = geometry.batch * geometry.group
     partials = np.empty((cut.parts, 2, channels))
     run(
-        _REDUCE[type(cut)], cut.tasks, 2 * x.nbytes, flat(dy), flat(x),
-        flat(x)[:0] if out is None else flat(out), mean, inv_std, weight, partials,
+        _REDUCE[type(cut)], cut.tasks, 2 * x.nbytes, dy.ravel(), x.ravel(),
+        x.ravel()[:0] if out is None else out.ravel(), mean, inv_std, weight, partials,
         3 * x.nbytes > STREAMING_BYTES, numbers(*_extents(cut, geometry), *cut.arguments),
     )  # fmt: skip
     sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
@@ -756,24 +763,25 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
     return sum_dy, sum_dy_xmu
 
 
-def _sums_and_gradient(dy, x, mean, residual, inv_std, weight, geometry: Geometry, out):
-    """Both sums of every channel, and `out` = dx for statistics taken from x."""
-    fused = _fused(geometry, x.itemsize, get_num_threads())
-    if fused is None:
-        sum_dy, sum_dy_xmu = _sums(dy, x, mean, residual, inv_std, weight, True, geometry)
-        input_gradient(
-            dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, geometry.count,
-            geometry, out,
-        )  # fmt: skip
-    else:
-        kernel, tasks, last = fused
-        channels = geometry.batch * geometry.group
-        sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
-        run(
-            kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out), mean, residual, inv_std,
-            weight, sum_dy, sum_dy_xmu, 3 * x.nbytes > STREAMING_BYTES, last,
-        )  # fmt: skip
-    return sum_dy, sum_dy_xmu
+def _backward_near(
+    fused, dy, x, mean, residual, inv_std, weight, geometry: Geometry, out, dweight, dbias
+):
+    """Gradients as `backward` has them, of what is `_fused`; dweight and dbias as below."""
+    kernel, tasks, last = fused
+    dtype, nbytes = mean.dtype, 3 * x.nbytes
+    channels = geometry.batch * geometry.group
+    # The sums over one sample are dbias and, but for a factor, dweight.
+    one = geometry.batch == 1 and dweight.dtype is dbias.dtype is dtype
+    sum_dy = dbias if one and dbias.size else np.empty(channels, dtype)
+    sum_dy_xmu = np.empty(channels, dtype)
+    run(
+        kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), mean, residual, inv_std, weight,
+        sum_dy, sum_dy_xmu, dweight if one else NONE[dtype], nbytes > STREAMING_BYTES, last,
+    )  # fmt: skip
+    if not one:
+        _add_up_samples(
+            sum_dy, sum_dy_xmu, inv_std, geometry.members, geometry.parameters, dweight, dbias
+        )
 
 
 def _backward_rows(
@@ -789,7 +797,7 @@ def _backward_rows(
     if cut.resident and out is not None:
         partials = np.empty((cut.blocks, 2, number * length if gradients else 0), mean.dtype)
         run(
-            backward_rows, cut.resident_tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
+            backward_rows, cut.resident_tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
             *statistics, weight, centered, gradients, partials, streaming,
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
@@ -797,12 +805,12 @@ def _backward_rows(
         partials = np.empty((1, 2, number * length), mean.dtype)
         sums = np.empty((geometry.statistics, cut.pieces, 2))
         run(
-            reduce_rows, number * cut.pieces, 2 * x.nbytes, flat(dy), flat(x),
+            reduce_rows, number * cut.pieces, 2 * x.nbytes, dy.ravel(), x.ravel(),
             *statistics, weight, sums, partials, numbers(*extents, *cut.arguments),
         )  # fmt: skip
         if out is not None:
             run(
-                gradient_rows, cut.tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out),
+                gradient_rows, cut.tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
                 *statistics, weight, sums, centered, streaming, numbers(*extents, *cut.arguments),
             )  # fmt: skip
     if gradients:
@@ -834,7 +842,7 @@ def input_gradient(
     given = [optional(array, dtype) for array in (mean, residual, inv_std)]
     sums = [optional(array, dtype) for array in (sum_dy, sum_dy_xmu)]
     run(
-        kernel, tasks, 3 * x.nbytes, flat(dy), flat(x), flat(out), *given,
+        kernel, tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(), *given,
         parameter(weight, dtype), *sums, float(count), 3 * x.nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
@@ -850,21 +858,39 @@ def backward(
     `weight_offset` more.
     """
     dtype = statistics_dtype(x.dtype)
+    none = NONE[dtype]
     centered = mean is not None or not training
-    mean = np.zeros(geometry.statistics, dtype) if mean is None else optional(mean, dtype)
-    inv_std = np.ones(geometry.statistics, dtype) if inv_std is None else optional(inv_std, dtype)
+    if mean is None:
+        mean = np.zeros(geometry.statistics, dtype)
+    if inv_std is None:
+        inv_std = np.ones(geometry.statistics, dtype)
     residual = optional(residual, dtype)
-    gradients = [NONE[dtype] if array is None else flat(array) for array in (dweight, dbias)]
+    dweight = none if dweight is None else dweight.ravel()
+    dbias = none if dbias is None else dbias.ravel()
+    if training and out is not None:
+        fused = _fused(geometry, x.itemsize, centered, get_num_threads())
+        if fused is not None:
+            _backward_near(
+                fused, dy, x, mean, residual, inv_std, parameter(weight, dtype, weight_offset),
+                geometry, out, dweight, dbias,
+            )  # fmt: skip
+            return
     cut = plan(geometry, x.itemsize, 2, centered)
     if isinstance(cut, Rows):
         weight = row_parameter(weight, dtype, geometry, 1.0, weight_offset)
         _backward_rows(
-            dy, x, mean, residual, inv_std, weight, centered, geometry, cut, out, *gradients
+            dy, x, mean, residual, inv_std, weight, centered, geometry, cut, out, dweight, dbias
         )
         return
     weight = parameter(weight, dtype, weight_offset)
+    sum_dy, sum_dy_xmu = _sums(
+        dy, x, mean, residual, inv_std, weight, training, geometry, None if training else out
+    )
     if training and out is not None:
-        sums = _sums_and_gradient(dy, x, mean, residual, inv_std, weight, geometry, out)
-    else:
-        sums = _sums(dy, x, mean, residual, inv_std, weight, training, geometry, out)
-    _add_up_samples(*sums, inv_std, geometry.members, geometry.parameters, *gradients)
+        input_gradient(
+            dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, geometry.count,
+            geometry, out,
+        )  # fmt: skip
+    _add_up_samples(
+        sum_dy, sum_dy_xmu, inv_std, geometry.members, geometry.parameters, dweight, dbias
+    )

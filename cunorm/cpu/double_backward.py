@@ -26,7 +26,6 @@ from .elements import (
     accumulate,
     as_accumulator,
     device_function,
-    flat,
     kernel,
     load,
     load_scratch,
@@ -926,9 +925,9 @@ def double_backward(
     """
     dtype = statistics_dtype(x.dtype)
     mean, inv_std, residual = (optional(array, dtype) for array in (mean, inv_std, residual))
-    ddweight = NONE[dtype] if ddweight is None else flat(ddweight)
-    arrays: list[Any] = [flat(array) for array in (dy, x, ddy, ddx)]
-    arrays.insert(0, None if gdx is None else flat(gdx))
+    ddweight = NONE[dtype] if ddweight is None else ddweight.ravel()
+    arrays: list[Any] = [array.ravel() for array in (dy, x, ddy, ddx)]
+    arrays.insert(0, None if gdx is None else gdx.ravel())
     nbytes = 5 * x.nbytes
     streaming = nbytes > STREAMING_BYTES
     if geometry.batch > 1 or geometry.members > 1:

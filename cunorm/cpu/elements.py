@@ -12,8 +12,6 @@ That is what lets LLVM turn the loops around them into plain vector code.
 from __future__ import annotations
 
 import os
-from functools import partial
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -22,7 +20,7 @@ from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
 
-from .cache import KernelCache, warn_not_kept
+from .entry import Kernel
 from .inlined import InlinedCompiler
 
 if hasattr(os, "register_at_fork"):
@@ -55,7 +53,7 @@ _SECOND_LEVEL = 2
 
 _FLOAT16 = types.uint16
 _BFLOAT16 = types.int16
-_HALF, _UINT16, _INT16 = np.dtype(np.float16), np.dtype(np.uint16), np.dtype(np.int16)
+_HALF = np.dtype(np.float16)
 
 #: What every kernel and every function it calls is compiled with. Contraction
 #: to fused multiply-adds is the only liberty: reassociation would turn
@@ -78,16 +76,8 @@ strict_function = njit(_nrt=False, nogil=True, error_model="numpy", **_WITHIN)
 
 
 def kernel(function, source=None):
-    """A function that Python calls: compiled once per machine, then cached on disk.
-
-    Its copies there have the name of `source`, the function that it was made from, if any.
-    """
-    compiled = njit(**_OPTIONS)(function)
-    try:
-        compiled._cache = KernelCache(source or function)
-    except RuntimeError as error:
-        warn_not_kept(str(error))
-    return compiled
+    """A function that Python calls; see `Kernel`."""
+    return Kernel(function, _OPTIONS, source)
 
 
 def _accumulator(dtype):
@@ -667,33 +657,3 @@ def are_dealt(array: np.ndarray) -> bool:
     Those of bfloat16 are.
     """
     return array.itemsize == 2 and array.dtype != _HALF
-
-
-class _Writable:
-    """The memory of an array, said to be writable."""
-
-    def __init__(self, array):
-        self.array = array
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
-
-
-def flat(array: np.ndarray) -> np.ndarray:
-    """A C-contiguous array as the kernels take it: one axis, half types as integers.
-
-    A read-only array becomes one that looks writable, because Numba would
-    compile every kernel anew for it. Kernels write to outputs alone.
-    """
-    array = array.ravel()
-    if array.itemsize == 2:
-        array = array.view(_UINT16 if array.dtype == _HALF else _INT16)
-    return array if array.flags.writeable else np.asarray(_Writable(array))
-
-
-def flat_of(size: int, dtype: np.dtype) -> Any:
-    """`flat` for writable arrays of this size and dtype, without a step of Python."""
-    if dtype.itemsize != 2:
-        return np.ndarray.ravel
-    make: Any = np.ndarray  # of a size, a dtype and an array's memory
-    return partial(make, size, _UINT16 if dtype == _HALF else _INT16)

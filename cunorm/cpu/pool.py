@@ -164,4 +164,5 @@ def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
             kernel(pool.address, -threads, tasks, *arguments)
             pool.last = time.monotonic()
             return
-    kernel(0, -1, tasks, *arguments)
+    if kernel.entry(0, -1, tasks, *arguments) is NotImplemented:
+        kernel(0, -1, tasks, *arguments)

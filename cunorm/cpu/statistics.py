@@ -31,7 +31,6 @@ from .elements import (
     device_function,
     fetch,
     fetch_step,
-    flat,
     kernel,
     load,
     load_scratch,
@@ -75,13 +74,14 @@ def parameter(array, dtype, offset=0.0, times=1, dealt=False):
     """
     if array is None:
         return NONE[dtype]
-    if array.dtype is dtype and array.flags.carray and not (offset or dealt):  # as a rule
+    plain = array.flags.c_contiguous and array.flags.aligned
+    if array.dtype is dtype and plain and not (offset or dealt):  # as a rule
         return array if times == 1 else array.repeat(times)
     size = array.size * times
     large = size * dtype.itemsize >= PARAMETER_BYTES
     values = empty((size,), dtype, PARAMETER_BYTES) if large else np.empty(size, dtype)
     half = (size + 1) // 2 if dealt else 0
-    _lay_out(flat(dense(array)), float(offset), times, half, values)
+    _lay_out(dense(array).ravel(), float(offset), times, half, values)
     return values
 
 
@@ -111,9 +111,7 @@ def _lay_out(values, offset, times, half, result):
 
 def optional(array, dtype):
     """Statistics in this dtype, or None, for kernels."""
-    if array is None:
-        return NONE[dtype]
-    return array if array.flags.writeable else flat(array)  # is quicker
+    return NONE[dtype] if array is None else array
 
 
 @strict_function
@@ -525,7 +523,7 @@ def partial_moments(x, geometry: Geometry):
         _MOMENTS[type(cut)],
         cut.tasks,
         x.nbytes,
-        flat(x),
+        x.ravel(),
         partials,
         numbers(*merged[:4], *cut.arguments),
     )
@@ -588,7 +586,7 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     none = NONE[mean.dtype]
     mean_values = none if running_mean is None else dense(running_mean)
     var_values = none if running_var is None else dense(running_var)
-    _update_running(flat(mean_values), flat(var_values), flat(mean), flat(var), scale, factor)
+    _update_running(mean_values, var_values, mean.ravel(), var.ravel(), scale, factor)
     if mean_values is not running_mean and running_mean is not None:
         running_mean[...] = mean_values
     if var_values is not running_var and running_var is not None:

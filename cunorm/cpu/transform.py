@@ -20,8 +20,6 @@ from .elements import (
     as_accumulator,
     dense,
     device_function,
-    flat,
-    flat_of,
     flush,
     follow,
     kernel,
@@ -382,7 +380,6 @@ class _Call(NamedTuple):
     statistics: tuple[int, int]  # shape
     dtype: np.dtype  # accumulator type
     nbytes: int  # of x and the output
-    flat: Any  # `elements.flat` for those of them that are writable
     kernel: Any = None
     rows: bool = False  # whether it takes parameters as rows do
     tasks: int = 0
@@ -391,9 +388,8 @@ class _Call(NamedTuple):
 
 def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
     """A call with so many rows of statistics, and no kernel yet."""
-    size = geometry.size
-    shape, nbytes = (rows, geometry.statistics), 2 * size * dtype.itemsize
-    return _Call(shape, statistics_dtype(dtype), nbytes, flat_of(size, dtype))
+    nbytes = 2 * geometry.size * dtype.itemsize
+    return _Call((rows, geometry.statistics), statistics_dtype(dtype), nbytes)
 
 
 @lru_cache(maxsize=1024)
@@ -453,11 +449,11 @@ def _transform(
     call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out
 ):
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
-    _, _, nbytes, quick, kernel, _, tasks, last = call
+    _, _, nbytes, kernel, _, tasks, last = call
     weight, bias = _parameters(call, x, weight, bias, geometry)
     run(
-        kernel, tasks, nbytes, quick(x) if x.flags.writeable else flat(x), quick(out),
-        given_mean, given_var, eps, statistics, weight, bias, nbytes > STREAMING_BYTES, last,
+        kernel, tasks, nbytes, x.ravel(), out.ravel(), given_mean, given_var, eps, statistics,
+        weight, bias, nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
 
@@ -489,7 +485,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     mean, var = running_mean, running_var
     if not (mean.dtype is var.dtype is dtype and mean.flags.carray and var.flags.carray):
         # By a kernel of its own: large ones need not be compiled for more than one type of these.
-        _given_statistics(flat(dense(mean)), flat(dense(var)), eps, statistics)
+        _given_statistics(dense(mean).ravel(), dense(var).ravel(), eps, statistics)
         mean = var = NONE[dtype]
     _transform(call, x, mean, var, eps, statistics, weight, bias, geometry, out)
     return statistics
@@ -507,7 +503,7 @@ def normalize(
     the first rows of one array, in the accumulator type.
     """
     call = _fused(geometry, x.dtype, centered, get_num_threads())
-    shape, dtype, nbytes, quick, kernel, _, tasks, last = call
+    shape, dtype, nbytes, kernel, _, tasks, last = call
     statistics = np.empty(shape, dtype)
     if weight_offset and weight is not None:
         weight = parameter(weight, dtype, weight_offset)
@@ -525,7 +521,7 @@ def normalize(
             assert isinstance(cut, Rows)
             partials = np.empty((cut.pieces, 3, geometry.statistics))
             run(
-                squares_rows, cut.tasks, x.nbytes, flat(x), partials,
+                squares_rows, cut.tasks, x.nbytes, x.ravel(), partials,
                 numbers(*row_extents(geometry), *cut.arguments),
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
@@ -534,8 +530,8 @@ def normalize(
     else:
         weight, bias = _parameters(call, x, weight, bias, geometry)
         run(
-            kernel, tasks, nbytes, quick(x) if x.flags.writeable else flat(x), quick(out),
-            weight, bias, mean, var, eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
+            kernel, tasks, nbytes, x.ravel(), out.ravel(), weight, bias, mean, var, eps, scale,
+            factor, statistics, nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
     if mean is not running_mean and running_mean is not None:
         center = statistics[0]

@@ -8,7 +8,6 @@ import numpy as np
 
 from .. import arrays, checks, running
 from ..arrays import Array
-from ..cpu import memory as cpu_memory
 from ..distributed import Moments
 from ..geometry import Geometry, batch_norm_geometry
 from .common import (
@@ -17,6 +16,7 @@ from .common import (
     backward,
     channels_of,
     double_backward,
+    empty_like_usual,
     running_scale,
     split_mean,
     statistics_of_nothing,
@@ -165,12 +165,9 @@ def batch_norm_forward(
         except TypeError:  # of an argument without a hash, or wrong: see below
             geometry = None
         if geometry is not None and checks.are_usual(
-            x, number, weight, bias, running_mean, running_var, out, written=training
+            x, (number,), weight, bias, running_mean, running_var, out, written=training
         ):
-            y = out
-            if y is None:  # like x, which is C-contiguous: quicker than `empty_like`
-                small = x.nbytes < cpu_memory.LARGE_BYTES
-                y = np.empty(x.shape, x.dtype) if small else cpu_memory.empty_like(x)
+            y = empty_like_usual(x) if out is None else out
             rows = _apply(
                 arrays.cpu_backend(), x, weight, bias, running_mean, running_var, training, eps,
                 scale, factor, geometry, y,

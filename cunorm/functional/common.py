@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import arrays, checks, running
 from ..arrays import Array
+from ..cpu import memory as cpu_memory
 from ..geometry import Geometry
 
 __all__ = ["Layout"]
@@ -115,6 +116,65 @@ def _turned(axes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(axes)), key=lambda i: order.index(axes[i])))
 
 
+def forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    known_of: Callable[[Any], tuple[Layout, float]],
+    *,
+    centered: bool = True,
+    **options: Any,
+) -> tuple[Any, Sequence[Any], Layout, tuple[tuple[int, ...], Any]]:
+    """Compute what a norm's forward function returns, if x's own statistics are all it has.
+
+    Returns y, the statistics (mean, inv_std and residual or, if they are not `centered`, inv_std
+    alone), the layout, and x's shape and bias' dtype. `known_of` x says its layout and eps,
+    `options` are the verb's.
+    """
+    if not centered:
+        options["centered"] = False
+    kept = (0, 1, 2) if centered else (1,)  # of the rows that the verb returns
+    if type(x) is np.ndarray:
+        layout, eps = known_of(x)
+        if layout.plain is not None and checks.are_usual(
+            x, layout.parameters_shape, weight, bias, None, None, out, written=False
+        ):
+            y = empty_like_usual(x) if out is None else out
+            if len(layout.parameters_shape) != 1:
+                weight = None if weight is None else weight.ravel()
+                bias = None if bias is None else bias.ravel()
+            rows = arrays.cpu_backend().transform.normalize(
+                x, weight, bias, None, None, eps, 1.0, 0.0, layout.plain, y, **options
+            )
+            shape = layout.statistics_shape
+            if len(shape) != 1:
+                rows = rows.reshape(len(rows), *shape)
+            statistics = [rows[i, ...] for i in kept]
+            return y, statistics, layout, (x.shape, None if bias is None else bias.dtype)
+
+    given = out
+    (x, weight, bias, out), place = arrays.adopt(
+        ("x", "weight", "bias", "out"), x, weight, bias, out
+    )
+    layout, eps = known_of(x)
+    checks.parameter("weight", weight, layout.parameters_shape, layout.meaning, x.dtype)
+    checks.parameter("bias", bias, layout.parameters_shape, layout.meaning, x.dtype)
+    if out is not None:
+        checks.output(out, x, ("x",), x=x, weight=weight, bias=bias)
+    with place:
+        y, rows = normalize(place, x, weight, bias, eps, layout, out, **options)
+        statistics = [rows[i, ...] for i in kept]  # arrays, even of shape ()
+        y, *statistics = place.export(y, *statistics, given=given)
+        return y, statistics, layout, (x.shape, None if bias is None else bias.dtype)
+
+
+def empty_like_usual(x: np.ndarray) -> Any:
+    """`cpu.memory.empty_like` of a C-contiguous array, which is quicker."""
+    small = x.nbytes < cpu_memory.LARGE_BYTES
+    return np.empty(x.shape, x.dtype) if small else cpu_memory.empty_like(x)
+
+
 def normalize(
     place: arrays.Place,
     x: Any,
@@ -186,12 +246,26 @@ def backward(
     `options` are the verb's.
     """
     names = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
+    wanted = checks.mask(output_mask, *names)
+    if not centered:
+        wanted = (*wanted, False)
+    if type(x) is np.ndarray and x.shape == saved.shape:
+        layout = layout_of(x)
+        if (
+            layout.plain is not None
+            and wanted[0]
+            and (training or wanted[1] or wanted[2])
+            and checks.are_usual_in_backward(dy, x, saved, weight, out, centered, layout)
+        ):
+            return _usual_gradients(
+                dy, x, saved, weight, training, layout, wanted, bias_dtype, out, options
+            )
+
     given = out
     (dy, x, weight, out, mean, inv_std, residual), place = arrays.adopt(
         _NAMES, dy, x, weight, out, saved.mean, saved.inv_std, saved.residual
     )
     layout = _checked_layout(dy, x, saved, mean, inv_std, residual, weight, layout_of, centered)
-    wanted = checks.mask(output_mask, *names)
     if out is not None:
         checks.gradient_output(
             out, wanted[0], dy, x, weight=weight,
@@ -200,12 +274,43 @@ def backward(
     with place:
         weight_dtype = inv_std.dtype if weight is None else weight.dtype
         dx, dweight, dbias = gradients_of(
-            place, dy, x, mean, residual, inv_std, weight, training, layout,
-            wanted if centered else (*wanted, False),
+            place, dy, x, mean, residual, inv_std, weight, training, layout, wanted,
             (weight_dtype, bias_dtype or inv_std.dtype), out, **options,
         )  # fmt: skip
         dx, dweight, dbias = place.export(dx, dweight, dbias, given=given)
         return dx, dweight, dbias
+
+
+def _usual_gradients(
+    dy: Any,
+    x: Any,
+    saved: Any,
+    weight: Any,
+    training: bool,
+    layout: Layout,
+    wanted: tuple[bool, ...],
+    bias_dtype: Any,
+    out: Any,
+    options: dict[str, Any],
+) -> tuple[Array, Array | None, Array | None]:
+    """What `gradients_of` computes, of arguments that need no more than that."""
+    mean, inv_std, residual = saved.mean, saved.inv_std, saved.residual
+    if inv_std.ndim != 1:
+        inv_std = inv_std.ravel()
+        mean, residual = (None if one is None else one.ravel() for one in (mean, residual))
+    dtype, parameters_shape = inv_std.dtype, layout.parameters_shape
+    dx, dweight, dbias = empty_like_usual(x) if out is None else out, None, None
+    if wanted[1]:
+        dweight = np.empty(parameters_shape, dtype if weight is None else weight.dtype)
+    if wanted[2]:
+        dbias = np.empty(parameters_shape, bias_dtype or dtype)
+    if weight is not None and weight.ndim != 1:
+        weight = weight.ravel()
+    arrays.cpu_backend().backward.backward(
+        dy, x, mean, residual, inv_std, weight, training, layout.plain, dx, dweight, dbias,
+        **options,
+    )  # fmt: skip
+    return dx, dweight, dbias
 
 
 def _checked_layout(

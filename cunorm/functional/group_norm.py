@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, checks
+from .. import checks
 from ..arrays import Array
 from ..geometry import group_norm_geometry
-from .common import Layout, backward, normalize
+from .common import Layout, backward, forward
 
 __all__ = ["GroupNormSaved", "group_norm_backward", "group_norm_forward"]
 
@@ -101,27 +101,18 @@ def group_norm_forward(
     group gives exactly `bias` (if eps is not 0). An empty x gives an empty y.
     """
     num_groups = checks.integer("num_groups", num_groups)  # first: an array here is a slip
-    given = out
-    (x, weight, bias, out), place = arrays.adopt(
-        ("x", "weight", "bias", "out"), x, weight, bias, out
-    )
-    layout = group_layout(x, channel_axis, num_groups)
-    number = layout.parameters_shape[0]
-    checks.per_channel(number, x.dtype, weight=weight, bias=bias)
-    eps = checks.not_negative("eps", eps)
-    if x.size > 0:
-        checks.several_values_a_group(x.size // (x.shape[0] * num_groups), x.shape, num_groups)
-    if out is not None:
-        checks.output(out, x, ("x",), x=x, weight=weight, bias=bias)
 
-    with place:
-        y, rows = normalize(place, x, weight, bias, eps, layout, out)
-        y, mean, inv_std, residual = place.export(y, rows[0], rows[1], rows[2], given=given)
-        saved = GroupNormSaved(
-            mean, inv_std, residual, num_groups,
-            layout.parameters[0], x.shape, None if bias is None else bias.dtype,
-        )  # fmt: skip
-        return y, saved
+    def known_of(x: Any) -> tuple[Layout, float]:
+        layout = group_layout(x, channel_axis, num_groups)
+        if x.size > 0:
+            checks.several_values_a_group(x.size // (x.shape[0] * num_groups), x.shape, num_groups)
+        return layout, checks.not_negative("eps", eps)
+
+    y, (mean, inv_std, residual), layout, (shape, bias_dtype) = forward(
+        x, weight, bias, out, known_of
+    )
+    (axis,) = layout.parameters
+    return y, GroupNormSaved(mean, inv_std, residual, num_groups, axis, shape, bias_dtype)
 
 
 def group_norm_backward(

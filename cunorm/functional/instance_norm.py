@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from .. import arrays, checks
 from ..arrays import Array
 from ..geometry import batch_norm_geometry
-from .common import backward, normalize, running_scale, statistics_of_nothing
+from .common import Layout, backward, forward, normalize, running_scale, statistics_of_nothing
 from .group_norm import group_layout
 
 __all__ = ["InstanceNormSaved", "instance_norm_backward", "instance_norm_forward"]
@@ -136,6 +137,24 @@ def instance_norm_forward(
     The order of arguments is not PyTorch's, which has the running statistics
     before weight and bias.
     """
+    factor = checks.averaging_factor(momentum, exponential_average_factor)
+    eps = checks.not_negative("eps", eps)
+    correction = checks.not_negative("correction", correction)
+    use_input_stats = checks.flag("use_input_stats", use_input_stats)
+
+    def known_of(x: Any) -> tuple[Layout, float]:
+        layout = group_layout(x, channel_axis, None)
+        if x.size > 0:
+            checks.several_spatial_values(x.size // prod(layout.statistics_shape), x.shape)
+        return layout, eps
+
+    if use_input_stats and running_mean is None and running_var is None:
+        y, (mean, inv_std, residual), layout, (shape, bias_dtype) = forward(
+            x, weight, bias, out, known_of
+        )
+        (axis,) = layout.parameters
+        return y, InstanceNormSaved(mean, inv_std, residual, True, axis, shape, bias_dtype)
+
     given = out
     (x, weight, bias, running_mean, running_var, out), place = arrays.adopt(
         _FORWARD_NAMES, x, weight, bias, running_mean, running_var, out
@@ -146,10 +165,6 @@ def instance_norm_forward(
         number, x.dtype,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
-    factor = checks.averaging_factor(momentum, exponential_average_factor)
-    eps = checks.not_negative("eps", eps)
-    correction = checks.not_negative("correction", correction)
-    use_input_stats = checks.flag("use_input_stats", use_input_stats)
     scale = running_scale(
         use_input_stats, "use_input_stats", running_mean is not None, running_var is not None,
         x.size // max(1, x.shape[0] * number), correction, checks.several_spatial_values, x.shape,

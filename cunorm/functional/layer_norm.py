@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, checks
+from .. import checks
 from ..arrays import Array
 from ..geometry import row_norm_geometry
-from .common import Layout, backward, double_backward, normalize
+from .common import Layout, backward, double_backward, forward
 
 __all__ = [
     "LayerNormSaved",
@@ -103,26 +103,11 @@ def layer_norm_forward(
     row of one value, gives exactly `bias` (if eps is not 0). An empty x gives an
     empty y.
     """
-    given = out
-    (x, weight, bias, out), place = arrays.adopt(
-        ("x", "weight", "bias", "out"), x, weight, bias, out
+    y, (mean, inv_std, residual), layout, (shape, bias_dtype) = forward(
+        x, weight, bias, out, lambda x: (row_layout(x, axis), checks.not_negative("eps", eps))
     )
-    layout = row_layout(x, axis)
-    checks.parameter("weight", weight, layout.parameters_shape, layout.meaning, x.dtype)
-    checks.parameter("bias", bias, layout.parameters_shape, layout.meaning, x.dtype)
-    eps = checks.not_negative("eps", eps)
-    if out is not None:
-        checks.output(out, x, ("x",), x=x, weight=weight, bias=bias)
-
-    with place:
-        y, rows = normalize(place, x, weight, bias, eps, layout, out)
-        statistics = rows[0, ...], rows[1, ...], rows[2, ...]  # arrays, even of shape ()
-        y, mean, inv_std, residual = place.export(y, *statistics, given=given)
-        saved = LayerNormSaved(
-            mean, inv_std, residual,
-            len(layout.statistics), x.shape, None if bias is None else bias.dtype,
-        )  # fmt: skip
-        return y, saved
+    first = len(layout.statistics)
+    return y, LayerNormSaved(mean, inv_std, residual, first, shape, bias_dtype)
 
 
 def layer_norm_backward(

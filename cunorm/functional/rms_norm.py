@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, checks
+from .. import checks
 from ..arrays import Array
-from .common import backward, normalize
+from .common import Layout, backward, forward
 from .layer_norm import row_layout
 
 __all__ = ["RMSNormSaved", "rms_norm_backward", "rms_norm_forward"]
+
+_EPSILONS = {np.dtype(dtype): float(np.finfo(dtype).eps) for dtype in (np.float32, np.float64)}
 
 
 class RMSNormSaved(NamedTuple):
@@ -99,24 +101,18 @@ def rms_norm_forward(
     A row has the same bits whatever rows are beside it. Squares of float16 data
     do not overflow. An empty x gives an empty y.
     """
-    given = out
-    (x, weight, out), place = arrays.adopt(("x", "weight", "out"), x, weight, out)
-    layout = row_layout(x, axis)
-    checks.parameter("weight", weight, layout.parameters_shape, layout.meaning, x.dtype)
-    if eps is None:
-        eps = float(np.finfo(checks.statistics_dtype(x.dtype)).eps)
-    eps = checks.not_negative("eps", eps)
     weight_offset = _offset(weight, weight_offset)
-    if out is not None:
-        checks.output(out, x, ("x",), x=x, weight=weight)
 
-    with place:
-        y, rows = normalize(
-            place, x, weight, None, eps, layout, out, centered=False, weight_offset=weight_offset
-        )
-        y, inv_std = place.export(y, rows[1, ...], given=given)  # an array, even of shape ()
-        saved = RMSNormSaved(None, inv_std, None, len(layout.statistics), x.shape, weight_offset)
-        return y, saved
+    def known_of(x: Any) -> tuple[Layout, float]:
+        layout = row_layout(x, axis)
+        if eps is None:
+            return layout, _EPSILONS[checks.statistics_dtype(x.dtype)]
+        return layout, checks.not_negative("eps", eps)
+
+    y, (inv_std,), layout, (shape, _) = forward(
+        x, weight, None, out, known_of, centered=False, weight_offset=weight_offset
+    )
+    return y, RMSNormSaved(None, inv_std, None, len(layout.statistics), shape, weight_offset)
 
 
 def rms_norm_backward(

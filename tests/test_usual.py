@@ -1,0 +1,73 @@
+"""Usual arguments take a short way on the CPU: the results are those of the long one."""
+
+import itertools
+
+import numpy as np
+import pytest
+from cases import DTYPES, accumulator, draw, group, instance, layer, rms
+
+import cunorm
+
+pytestmark = pytest.mark.cpu
+
+BATCH = "batch norm"
+NORMS = [BATCH, group(2), instance(), layer(), layer(1), rms(), rms(1, weight_offset=1.0)]
+
+
+def read_only(array):
+    """The same, but not usual."""
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def same(found, expected):
+    assert (found is None) == (expected is None)
+    if isinstance(found, np.ndarray):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert found.tobytes() == expected.tobytes()
+    else:
+        assert found == expected
+
+
+def check(forward, backward, x, dy, weight, bias):
+    y, saved = forward(x, weight, bias)
+    other_y, other_saved = forward(read_only(x), weight, bias)
+    same(y, other_y)
+    for value, other in zip(saved, other_saved, strict=True):
+        same(value, other)
+    masks = itertools.product((True, False), repeat=3)
+    for mask, out in itertools.product(masks, (None, np.empty_like(x))):
+        if out is not None and not mask[0]:
+            continue
+        gradients = backward(dy, x, saved, weight, output_mask=mask, out=out)
+        assert out is None or gradients[0] is out
+        others = backward(read_only(dy), read_only(x), saved, weight, output_mask=mask)
+        for gradient, other in zip(gradients, others, strict=True):
+            same(gradient, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_same_bits(rng, norm, dtype):
+    for shape in ((5, 4, 6), (1, 4, 60)):
+        x, dy = draw(rng, shape, dtype), rng.standard_normal(shape).astype(dtype)
+        affine = (4,) if norm is BATCH else norm.norm(shape).parameters_shape
+        weight, bias = rng.standard_normal((2, *affine)).astype(accumulator(dtype))
+        for w, b in ((weight, bias), (weight.astype(np.float64), None), (None, bias)):
+            if norm is BATCH:
+                check(cunorm.batch_norm_forward, cunorm.batch_norm_backward, x, dy, w, b)
+            elif w is not None or not norm.weight_offset:
+                check(norm.forward, norm.backward, x, dy, w, b if norm.has_bias else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_same_bits_of_given_statistics(rng, dtype):
+    x, dy = draw(rng, (5, 4, 6), dtype), rng.standard_normal((5, 4, 6)).astype(dtype)
+    weight, bias, mean, var = rng.uniform(0.5, 2.0, (4, 4)).astype(accumulator(dtype))
+
+    def forward(x, weight, bias):
+        return cunorm.batch_norm_forward(x, weight, bias, mean, var, training=False)
+
+    check(forward, cunorm.batch_norm_backward, x, dy, weight, bias)
