@@ -1,6 +1,8 @@
 """How Python calls kernels."""
 
 import gc
+import os
+import subprocess
 import sys
 
 import ml_dtypes
@@ -205,3 +207,26 @@ def test_an_entry_keeps_its_code():
     gc.collect()
     assert entry(x, 2.0, 1, False) == 3
     assert x.tolist() == [2.0] * 3
+
+
+def test_an_entry_outlives_its_module():
+    """When Python ends: what it points to must be there still."""
+    code = """
+import gc
+import numpy as np
+import cunorm
+cunorm.set_num_threads(1)
+cunorm.batch_norm_forward(np.ones((4, 3), np.float32))
+from cunorm.cpu import entry, transform
+kept = transform._normalize_columns.entry
+vars(transform).clear()
+vars(entry).clear()
+gc.collect()
+assert kept.__name__ == "_normalize_columns"
+assert kept() is NotImplemented
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONMALLOC": "debug"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

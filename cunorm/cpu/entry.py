@@ -23,7 +23,7 @@ from numba.np.arrayobj import populate_array
 
 from .cache import KernelCache, warn_not_kept
 
-__all__ = ["Kernel"]
+__all__ = ["Kernel", "keep"]
 
 # A PyObject ends with its type, a PyArrayObject goes on with these, in bytes from its begin,
 _HEAD = object.__basicsize__
@@ -204,7 +204,9 @@ _METH_FASTCALL = 0x80
 _new_function = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.POINTER(_Method), ctypes.py_object, ctypes.py_object
 )(("PyCFunction_NewEx", ctypes.pythonapi))
-_methods: list[_Method] = []  # for good: functions look at theirs when they end
+
+#: Keep an object for good.
+keep = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
 def _no_entry(*_: Any) -> Any:
@@ -270,5 +272,5 @@ class Kernel:
             made = self.compiled.overloads[kinds]
             address = made.library.get_pointer_to_function(_entry_name(made.fndesc))
         method = _Method(self.__name__.encode(), address, _METH_FASTCALL, None)
-        _methods.append(method)
+        keep(method)  # functions look at theirs when they end, be it when all modules are gone
         return _new_function(method, np.ndarray, made.library)  # which it keeps

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from . import tasks
+from .entry import keep
 from .tasks import ASLEEP, MOVED, NATIVE, NOBODY, SLEEPS, STATE, ring, serve
 from .threads import MOST_THREADS, get_num_threads
 
@@ -55,7 +56,6 @@ _start_thread = ctypes.PYFUNCTYPE(ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void
     ("PyThread_start_new_thread", ctypes.pythonapi)
 )
 _NO_THREAD = ctypes.c_ulong(-1).value
-_keep = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 #: The core that the caller runs on; None where threads cannot be told where to run.
 _core: Any = None
@@ -79,7 +79,7 @@ class _Pool:
         self.core_bits = np.array([bits >> word & 0xFFFFFFFFFFFFFFFF for word in words], np.uint64)
         self.last = -math.inf  # when a call ended
         for kept in (serve, self):  # helpers look at these while Python ends
-            _keep(kept)
+            keep(kept)
 
     def start(self, threads: int) -> None:
         """Start helpers until there are so many threads, or no more to be had."""
