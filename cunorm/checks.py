@@ -223,7 +223,14 @@ def are_usual(
 
 
 def are_usual_in_backward(
-    dy: Any, x: np.ndarray, saved: Any, weight: Any, out: Any, centered: bool, layout: Any
+    dy: Any,
+    x: np.ndarray,
+    saved: Any,
+    weight: Any,
+    bias_dtype: Any,
+    out: Any,
+    centered: bool,
+    layout: Any,
 ) -> bool:
     """Whether the arguments of a backward call are what they are as a rule, and right.
 
@@ -239,13 +246,14 @@ def are_usual_in_backward(
     ):
         return False
     mean, inv_std, residual = saved.mean, saved.inv_std, saved.residual
+    if inv_std is None or (mean is None) is centered or not (centered or residual is None):
+        return False
+    if bias_dtype is not None and bias_dtype is not _FLOAT32 and bias_dtype is not _FLOAT64:
+        return False
     statistics = _STATISTICS_DTYPES.get(dtype, _FLOAT32)
     shape = layout.statistics_shape
     for array in (inv_std, mean, residual):
-        if array is None:
-            if array is inv_std or (array is mean and centered):
-                return False
-        elif (
+        if array is not None and (
             type(array) is not _ndarray
             or array.dtype is not statistics
             or array.shape != shape

@@ -323,6 +323,7 @@ def test_saved_that_was_tampered_with(state):
         ({"mean": saved.mean[:2]}, ValueError, r"saved\.mean: expected shape \(4,\)"),
         ({"inv_std": saved.inv_std.astype(">f4")}, TypeError, r"saved\.inv_std: expected dtype"),
         ({"residual": saved.residual[:2]}, ValueError, r"saved\.residual: expected shape"),
+        ({"bias_dtype": np.int32}, TypeError, r"saved\.bias_dtype: expected float16, bfloat16"),
     ]:
         with pytest.raises(error, match=message):
             state.backward(saved=saved._replace(**changes))
@@ -577,6 +578,13 @@ def test_saved_of_a_sample_that_was_tampered_with(norms):
                 ({"mean": None}, TypeError, r"^saved\.mean: expected an array"),
                 ({"mean": saved.mean.ravel()}, ValueError, r"^saved\.mean: expected shape"),
                 ({"residual": saved.residual[:1]}, ValueError, r"^saved\.residual: expected shape"),
+                ({"bias_dtype": "x"}, TypeError, r"^saved\.bias_dtype: expected float16, .*'x'"),
+                ({"bias_dtype": np.int16}, TypeError, r"^saved\.bias_dtype: expected float16"),
+            ]
+        else:
+            changes += [
+                ({name: saved.inv_std}, TypeError, rf"^saved\.{name}: expected None, as the for")
+                for name in ("mean", "residual")
             ]
         for change, error, message in changes:
             with pytest.raises(error, match=message):

@@ -255,7 +255,9 @@ def backward(
             layout.plain is not None
             and wanted[0]
             and (training or wanted[1] or wanted[2])
-            and checks.are_usual_in_backward(dy, x, saved, weight, out, centered, layout)
+            and checks.are_usual_in_backward(
+                dy, x, saved, weight, bias_dtype, out, centered, layout
+            )
         ):
             return _usual_gradients(
                 dy, x, saved, weight, training, layout, wanted, bias_dtype, out, options
@@ -266,6 +268,8 @@ def backward(
         _NAMES, dy, x, weight, out, saved.mean, saved.inv_std, saved.residual
     )
     layout = _checked_layout(dy, x, saved, mean, inv_std, residual, weight, layout_of, centered)
+    if bias_dtype is not None:
+        bias_dtype = checks.floating_dtype("saved.bias_dtype", bias_dtype)
     if out is not None:
         checks.gradient_output(
             out, wanted[0], dy, x, weight=weight,
@@ -334,6 +338,11 @@ def _checked_layout(
         checks.statistic("saved.mean", mean, shape, meaning)
         if residual is not None:
             checks.statistic("saved.residual", residual, shape, meaning)
+    else:
+        for name, array in (("saved.mean", mean), ("saved.residual", residual)):
+            if array is not None:
+                got = checks.shown(array)
+                raise TypeError(f"{name}: expected None, as the forward call returned, got {got}")
     checks.statistic("saved.inv_std", inv_std, shape, meaning)
     if inv_std.dtype != checks.statistics_dtype(x.dtype):
         raise TypeError(
