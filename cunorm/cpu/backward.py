@@ -766,7 +766,7 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
 def _backward_near(
     fused, dy, x, mean, residual, inv_std, weight, geometry: Geometry, out, dweight, dbias
 ):
-    """Gradients as `backward` has them, of what is `_fused`; dweight and dbias as below."""
+    """Gradients as `backward` has them, of what is `_fused`; flat ones, empty if not wanted."""
     kernel, tasks, last = fused
     dtype, nbytes = mean.dtype, 3 * x.nbytes
     channels = geometry.batch * geometry.group

@@ -35,14 +35,13 @@ _C_CONTIGUOUS, _ALIGNED = 0x1, 0x100  # flags
 
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
-# Half types go as integers, which kernels tell one from the other by.
-_HALF, _UINT16, _INT16 = np.dtype(np.float16), np.dtype(np.uint16), np.dtype(np.int16)
+# Half types go as integers, which kernels tell one from the other by: types by the dtypes' letters.
+_HALVES = {"fe=": types.uint16, "VE=": types.int16}
+_LETTERS_OF_HALVES = {kind: letters for letters, kind in _HALVES.items()}
 
 
-def _as_kernels_take_it(dtype: np.dtype) -> np.dtype:
-    if dtype.itemsize != 2:
-        return dtype
-    return _UINT16 if dtype == _HALF else _INT16
+def _letters(dtype: np.dtype) -> str:
+    return f"{dtype.kind}{dtype.char}{dtype.byteorder}"
 
 
 def _type_of(value: Any) -> types.Type:
@@ -50,20 +49,8 @@ def _type_of(value: Any) -> types.Type:
     if not isinstance(value, np.ndarray):
         return typeof(value)
     assert value.flags.c_contiguous
-    dtype = numpy_support.from_dtype(_as_kernels_take_it(value.dtype))
-    return types.Array(dtype, value.ndim, "C", aligned=value.flags.aligned)
-
-
-def _letters(array: types.Array) -> bytes:
-    """Those of the dtype of such arrays."""
-    dtype = numpy_support.as_dtype(array.dtype)
-    if dtype == _INT16:
-        import ml_dtypes
-
-        dtype = np.dtype(ml_dtypes.bfloat16)
-    elif dtype == _UINT16:
-        dtype = _HALF
-    return f"{dtype.kind}{dtype.char}{dtype.byteorder}".encode()
+    kind = _HALVES.get(_letters(value.dtype)) or numpy_support.from_dtype(value.dtype)
+    return types.Array(kind, value.ndim, "C", aligned=value.flags.aligned)
 
 
 class _Writer:
@@ -118,7 +105,8 @@ class _Writer:
         builder = self.builder
         self.expect_same(self.field(argument, _TYPE, argument.type), self.function.args[0])
         dtype = self.field(argument, _DTYPE, _BYTE.as_pointer())
-        for place, letter in enumerate(_letters(kind), _LETTERS):
+        letters = _LETTERS_OF_HALVES.get(kind.dtype) or _letters(numpy_support.as_dtype(kind.dtype))
+        for place, letter in enumerate(letters.encode(), _LETTERS):
             self.expect_same(self.field(dtype, place, _BYTE), _BYTE(letter))
         self.expect_same(self.field(argument, _NDIM, _INT), _INT(kind.ndim))
         wanted = _INT(_C_CONTIGUOUS | (_ALIGNED if kind.aligned else 0))
