@@ -7,16 +7,16 @@ own type, made by the caller's own framework, which cunorm never imports.
 
 from __future__ import annotations
 
-import _thread
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from .cpu import memory as cpu_memory
+from .cpu.undisturbed import undisturbed
 
 __all__ = ["Array"]
 
@@ -76,51 +76,14 @@ def _version(number: int) -> str:
 
 @cache
 def cpu_backend() -> ModuleType:
-    """The CPU backend; the first call imports Numba.
-
-    Ctrl-C comes to the main thread, and a Numba whose import it cuts off cannot be imported again.
-    So another thread does it, which it does not reach.
-    """
-    if not _can_wait_for_an_import():
-        return _import_cpu_backend()
-    found: list[ModuleType | BaseException] = []
-    done = _thread.allocate_lock()
-    done.acquire()
-
-    def find() -> None:
-        try:
-            found.append(_import_cpu_backend())
-        except BaseException as error:
-            found.append(error)
-        done.release()
-
-    try:
-        _thread.start_new_thread(find, ())
-    except RuntimeError:  # no thread to be had
-        return _import_cpu_backend()
-    done.acquire()
-    (backend,) = found
-    if isinstance(backend, BaseException):
-        raise backend
-    return backend
+    """The CPU backend; the first call imports Numba."""
+    return undisturbed(_import_cpu_backend)
 
 
 def _import_cpu_backend() -> ModuleType:
     import cunorm.cpu.everything
 
     return cunorm.cpu
-
-
-def _can_wait_for_an_import() -> bool:
-    """Whether this thread can wait for what another one imports.
-
-    Not while Python ends, when others do not run any more, nor in the middle of an import: Numba
-    imports its extensions, which may be what this thread is importing.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
-        frame = frame.f_back
-    return frame is None and not sys.is_finalizing()
 
 
 @cache

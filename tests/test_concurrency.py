@@ -15,8 +15,7 @@ from numba import njit
 from numba.core.caching import NullCache
 
 import cunorm
-from cunorm import arrays
-from cunorm.cpu import pool, tasks
+from cunorm.cpu import pool, tasks, undisturbed
 
 SHAPES = [((16, 32, 28, 28), 1), ((8, 16, 4, 4), 1), ((40_000, 32), 1), ((3, 2, 500, 500), 1)]
 
@@ -513,6 +512,44 @@ np.testing.assert_allclose(y.mean((0, 2, 3)), 0, atol=1e-12)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+@pytest.mark.parametrize("caught", [True, False])
+def test_interruption_of_a_compilation(tmp_path, caught):
+    """It ends the call at once; Python, or the next call, waits for the compilation."""
+    code = (
+        f"caught = {caught}"
+        + """
+import signal, threading
+import numpy as np, cunorm
+x = np.random.default_rng(0).standard_normal((8, 16, 4, 4))
+cunorm.arrays.cpu_backend()
+def handler(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    cunorm.batch_norm_forward(x)
+except KeyboardInterrupt:
+    assert threading.active_count() == 2
+    if not caught:
+        raise
+else:
+    raise AssertionError("not interrupted")
+y, saved = cunorm.batch_norm_forward(x)
+cunorm.batch_norm_backward(y, x, saved)
+np.testing.assert_allclose(y.mean((0, 2, 3)), 0, atol=1e-12)
+"""
+    )
+    done = run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    if caught:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == -signal.SIGINT
+        assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+        kept = [path.name for path in tmp_path.rglob("*.nbc")]
+        assert any("_normalize_" in name for name in kept), kept
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
 @pytest.mark.parametrize("samples", [1, 16])
 def test_many_interruptions(samples):
     """Ctrl-C at any moment of calls in two threads: nothing hangs, and the next call is right."""
@@ -663,14 +700,14 @@ _last = Last()  # gone before what it needs
 
 def test_first_call_in_an_import(tmp_path, monkeypatch):
     (tmp_path / "calling_cunorm.py").write_text(
-        "from cunorm import arrays\nwait = arrays._can_wait_for_an_import()\n"
+        "from cunorm.cpu import undisturbed\nwait = undisturbed._can_wait()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     import calling_cunorm
 
     assert not calling_cunorm.wait
     found = []
-    caller = threading.Thread(target=lambda: found.append(arrays._can_wait_for_an_import()))
+    caller = threading.Thread(target=lambda: found.append(undisturbed._can_wait()))
     caller.start()
     caller.join()
     assert found == [True]

@@ -22,6 +22,7 @@ from numba.np import numpy_support
 from numba.np.arrayobj import populate_array
 
 from .cache import KernelCache, warn_not_kept
+from .undisturbed import undisturbed
 
 __all__ = ["Kernel", "keep"]
 
@@ -255,10 +256,17 @@ class Kernel:
         return result
 
     def _new_entry(self, kinds: tuple[types.Type, ...]) -> Any:
-        with global_compiler_lock:  # no fork meanwhile: see `elements`
-            self.compiled.compile(kinds)
-            made = self.compiled.overloads[kinds]
-            address = made.library.get_pointer_to_function(_entry_name(made.fndesc))
+        work = partial(self._compile, kinds)
+        # A thread that is compiling, and has come here by a signal's handler, has the lock already.
+        owns = global_compiler_lock.is_locked()
+        made, address = work() if owns else undisturbed(work)
         method = _Method(self.__name__.encode(), address, _METH_FASTCALL, None)
         keep(method)  # functions look at theirs when they end, be it when all modules are gone
         return _new_function(method, np.ndarray, made.library)  # which it keeps
+
+    def _compile(self, kinds: tuple[types.Type, ...]) -> tuple[Any, int]:
+        """(What Numba has compiled, address of its entry)."""
+        with global_compiler_lock:  # no fork meanwhile: see `elements`
+            self.compiled.compile(kinds)
+            made = self.compiled.overloads[kinds]
+            return made, made.library.get_pointer_to_function(_entry_name(made.fndesc))

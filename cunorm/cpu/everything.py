@@ -1,6 +1,6 @@
 """All modules of this backend, and what Numba does before the first kernels.
 
-To be imported where Ctrl-C does not come (`arrays.cpu_backend`).
+To be imported where Ctrl-C does not come (`undisturbed`).
 """
 
 from numba.core.registry import cpu_target
