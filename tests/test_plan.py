@@ -240,7 +240,44 @@ def test_family_of_a_backward_pass(monkeypatch, short_vectors, itemsize, inner, 
 def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
     geometry = batch_norm_geometry(shape, 1)
     assert isinstance(plan.plan(geometry, itemsize, 0), plan.Columns)
-    assert isinstance(plan.transform_plan(geometry, itemsize), family)
+    assert isinstance(plan.transform_plan(geometry, itemsize, near=False), family)
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "family"),
+    [
+        ((64, 256, 32), 2, plan.Runs),
+        ((64, 256, 31), 2, plan.Columns),
+        ((64, 256, 16), 4, plan.Columns),
+        ((8, 256, 16), 4, plan.Runs),
+        ((8, 256, 15), 4, plan.Columns),
+        ((8, 256, 7, 7), 2, plan.Runs),  # three vectors and one element
+        ((8, 256, 6, 6), 2, plan.Columns),  # two and four elements
+        ((8, 256, 6, 6), 4, plan.Runs),  # would be segments otherwise
+        ((64, 256, 10, 10), 2, plan.Runs),
+        ((64, 32, 8, 8), 2, plan.Runs),
+        ((8, 4, 4096), 4, plan.Runs),
+        ((8, 4, 4097), 4, plan.Segments),
+    ],
+)
+def test_family_of_a_sweep_whose_output_stays_near(shape, itemsize, family):
+    cut = plan.transform_plan(batch_norm_geometry(shape, 1), itemsize, near=True)
+    assert isinstance(cut, family)
+
+
+def test_runs_are_of_single_channels():
+    """Numbers of channels are worked out beforehand where there are few of them."""
+    for groups in (4, 12):
+        geometry = group_norm_geometry((2, 12, 300), 1, groups)
+        assert isinstance(plan.transform_plan(geometry, 4, near=True), plan.Segments)
+
+
+@given(extents, extents, st.integers(1, 4096), st.sampled_from([2, 4, 8]))
+def test_runs_cover_memory(outer, group, inner, itemsize):
+    geometry = batch_norm_geometry((outer, group, inner), 1)
+    cut = plan.transform_plan(geometry, itemsize, near=True)
+    if isinstance(cut, plan.Runs):
+        assert (cut.tasks - 1) * cut.runs < outer * group <= cut.tasks * cut.runs
 
 
 def test_geometry():

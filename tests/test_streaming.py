@@ -6,6 +6,7 @@ import pytest
 
 import cunorm
 from cunorm.cpu import backward, statistics, transform
+from cunorm.geometry import batch_norm_geometry
 
 pytestmark = pytest.mark.cpu
 
@@ -111,6 +112,28 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
         results.append((y, *cunorm.group_norm_backward(dy, x, saved, weight)))
     for streamed, plain in zip(*results, strict=True):
         np.testing.assert_array_equal(streamed, plain)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(40, 7, 32), (17, 9, 49), (16, 5, 100), (33, 4, 15, 15)])
+def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypatch, shape, dtype):
+    x = rng.standard_normal(shape).astype(dtype)
+    weight, bias = rng.standard_normal((2, shape[1])).astype("f8" if dtype == "float64" else "f4")
+    results, kernels = [], []
+    for least in (0, 1 << 40):
+        monkeypatch.setattr(transform, "_SCATTERED_BYTES", least)
+        transform._fused.cache_clear()
+        running = np.zeros_like(weight), np.ones_like(bias)
+        y, saved = cunorm.batch_norm_forward(x, weight, bias, *running)
+        results.append((y, saved.mean, saved.inv_std, *running))
+        geometry = batch_norm_geometry(shape, 1)
+        kernels.append(
+            transform._fused(geometry, x.dtype, True, cunorm.get_num_threads(), True).kernel
+        )
+    transform._fused.cache_clear()
+    assert kernels == [None, transform._normalize_columns]
+    for apart, fused in zip(*results, strict=True):
+        np.testing.assert_array_equal(apart, fused)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])

@@ -47,6 +47,9 @@ _AHEAD_LINES = 64
 _FETCHED_LINES = 4
 _MOST_RUN_LINES = 160
 
+# So many float16 of a short run are written in one step.
+_BLOCK = 32
+
 # Into the second-level cache: as many lines as that waits for may be on their way. The first
 # level waits for fewer. Of memory in pieces so one gets twice as much.
 _SECOND_LEVEL = 2
@@ -568,17 +571,17 @@ def _write_run(y, start, end, element, arguments):
 
         return as_it_is
 
-    # A step of `sweep` is up to 128 of these, and what is left goes by sixteens, which takes twice
-    # as long for 64 of them.
-    def sixty_four_first(y, start, end, element, arguments):
-        first = start + 64 if 64 <= end - start < 128 else start
-        if first > start:
-            for i in range(start, start + 64):
+    # A step of `sweep` is 64 of these or more, and what is left goes by eights or sixteens; a loop
+    # of constant length becomes vectors without tests between them.
+    def by_blocks(y, start, end, element, arguments):
+        body = start + (end - start) // _BLOCK * _BLOCK
+        for begin in range(start, body, _BLOCK):
+            for i in range(begin, begin + _BLOCK):
                 store(y, i, element(i, i, *arguments))
-        for i in range(first, end):
+        for i in range(body, end):
             store(y, i, element(i, i, *arguments))
 
-    return sixty_four_first
+    return by_blocks
 
 
 @device_function

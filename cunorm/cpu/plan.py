@@ -1,6 +1,7 @@
 """How the CPU kernels cut an array into pieces: pure functions of its geometry.
 
-Three families of kernels cover every geometry. A *channel* is a group of one sample.
+Three families of kernels cover every geometry, and a fourth does less for some. A *channel* is a
+group of one sample.
 
 *Segments* serve a long ``inner``: a channel is ``outer`` runs of ``inner``
 contiguous elements, and a run is vectorized along itself.
@@ -14,7 +15,10 @@ rows are folded: several are taken as one, in whole cache lines where there are 
 few elements, or with every one: layer norm. A row is vectorized along itself, beside
 the parameters.
 
-Either way the data is cut three times, and nothing of it depends on the number
+*Runs* serve a sweep that sums nothing and whose output stays near: whole runs of single
+channels, each vectorized along itself, in memory order.
+
+Either way the data that is summed is cut three times, and nothing of it depends on the number
 of threads, so neither do the bits of the result (a *block* of segments, whose
 channels are read in turns, does: it has a quarter of a thread's share at most):
 
@@ -41,7 +45,7 @@ from ..geometry import Geometry
 from .memory import last_level_cache
 from .threads import get_num_threads
 
-__all__ = ["Columns", "Rows", "Segments", "plan"]
+__all__ = ["Columns", "Rows", "Runs", "Segments", "plan"]
 
 # Runs are vectorized across positions where they are short, or not long and
 # there are rows enough to spread the cost of a position's own statistics over.
@@ -60,6 +64,13 @@ _SHORT_VECTORS = not get_host_cpu_features().get("avx512f", False)
 # there are many rows of few positions, whose numbers a first-level cache holds.
 _TRANSFORMED_RUN = 64
 _FEW_POSITIONS, _ROWS_OF_FEW = 2048, 64
+
+# Where the output of such a sweep stays near, numbers of channels are worked out beforehand, and
+# runs pay from a vector's length on, or _SHORT_RUN if there are many rows; but what is left of a
+# run behind its last vector, one element after another, should be a small part. Measured on Zen 3.
+# Longer runs are cut.
+_VECTOR = 16
+_LONGEST_RUN = 4096
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
@@ -199,6 +210,13 @@ class Rows(NamedTuple):
     def arguments(self) -> tuple[int, ...]:
         """What the kernels need to know."""
         return self[3:]
+
+
+class Runs(NamedTuple):
+    """Whole runs of ``inner`` elements that stay near, of statistics of their own."""
+
+    tasks: int
+    runs: int  # of a task
 
 
 def _pieces(length: int) -> tuple[int, int]:
@@ -374,11 +392,20 @@ def _plan(
     return _segments(geometry, itemsize, operands, threads)
 
 
-def transform_plan(geometry: Geometry, itemsize: int) -> Segments | Columns | Rows:
-    """Plan for one sweep that sums nothing."""
-    cut, inner = plan(geometry, itemsize, 0), geometry.inner
+def transform_plan(
+    geometry: Geometry, itemsize: int, near: bool
+) -> Segments | Columns | Rows | Runs:
+    """Plan for one sweep that sums nothing; `near`, if what it writes stays in a cache."""
+    batch, outer, group, inner, members, _ = geometry
+    cut = plan(geometry, itemsize, 0)
+    if near and batch == members == 1 and inner <= _LONGEST_RUN:
+        long = inner >= (_SHORT_RUN if outer >= _MANY_ROWS else _VECTOR)
+        vectors = inner % _VECTOR * _VECTOR <= inner  # most of a run is
+        if isinstance(cut, Segments) or (long and vectors):
+            runs = max(1, stretches(geometry, itemsize)[1] // inner)
+            return Runs(_ceil_div(outer * group, runs), runs)
     whole = inner >= _TRANSFORMED_RUN and (itemsize > 2 or inner % _TRANSFORMED_RUN == 0)
-    few = geometry.outer >= _ROWS_OF_FEW and geometry.group * inner <= _FEW_POSITIONS
+    few = outer >= _ROWS_OF_FEW and group * inner <= _FEW_POSITIONS
     if isinstance(cut, Columns) and whole and not few:
         return _segments(geometry, itemsize, 0, get_num_threads())
     return cut
