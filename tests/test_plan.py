@@ -261,8 +261,11 @@ def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
     ],
 )
 def test_family_of_a_sweep_whose_output_stays_near(shape, itemsize, family):
-    cut = plan.transform_plan(batch_norm_geometry(shape, 1), itemsize, near=True)
-    assert isinstance(cut, family)
+    geometry = batch_norm_geometry(shape, 1)
+    assert isinstance(plan.transform_plan(geometry, itemsize, near=True), family)
+    gradient = plan.gradient_plan(geometry, itemsize, near=True)
+    assert (family is plan.Runs) == isinstance(gradient, plan.Runs)
+    assert not isinstance(plan.gradient_plan(geometry, itemsize, near=False), plan.Runs)
 
 
 def test_runs_are_of_single_channels():

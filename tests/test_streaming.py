@@ -115,23 +115,26 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(40, 7, 32), (17, 9, 49), (16, 5, 100), (33, 4, 15, 15)])
+@pytest.mark.parametrize("shape", [(40, 7, 32), (17, 9, 49), (16, 5, 100), (33, 4, 8, 8)])
 def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypatch, shape, dtype):
-    x = rng.standard_normal(shape).astype(dtype)
+    dy, x = rng.standard_normal((2, *shape)).astype(dtype)
     weight, bias = rng.standard_normal((2, shape[1])).astype("f8" if dtype == "float64" else "f4")
+    geometry, threads = batch_norm_geometry(shape, 1), cunorm.get_num_threads()
     results, kernels = [], []
     for least in (0, 1 << 40):
-        monkeypatch.setattr(transform, "_SCATTERED_BYTES", least)
-        transform._fused.cache_clear()
+        for module in (transform, backward):
+            monkeypatch.setattr(module, "SCATTERED_BYTES", least)
+            module._fused.cache_clear()
         running = np.zeros_like(weight), np.ones_like(bias)
         y, saved = cunorm.batch_norm_forward(x, weight, bias, *running)
-        results.append((y, saved.mean, saved.inv_std, *running))
-        geometry = batch_norm_geometry(shape, 1)
-        kernels.append(
-            transform._fused(geometry, x.dtype, True, cunorm.get_num_threads(), True).kernel
-        )
-    transform._fused.cache_clear()
-    assert kernels == [None, transform._normalize_columns]
+        gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
+        results.append((y, saved.mean, saved.inv_std, *running, *gradients))
+        kernels.append(transform._fused(geometry, x.dtype, True, threads, True).kernel)
+        kernels.append(backward._fused(geometry, x.itemsize, True, threads, True))
+    for module in (transform, backward):
+        module._fused.cache_clear()
+    assert kernels[:3] == [None, None, transform._normalize_columns]
+    assert kernels[3][0] is backward._backward_columns
     for apart, fused in zip(*results, strict=True):
         np.testing.assert_array_equal(apart, fused)
 

@@ -14,7 +14,7 @@ statistics the last two terms are absent.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -44,6 +44,7 @@ from .elements import (
     way_ahead,
     write_on,
     write_rows,
+    write_run,
 )
 from .pieces import (
     columns_chunk,
@@ -57,7 +58,7 @@ from .pieces import (
     segments_start,
     spread,
 )
-from .plan import Columns, Rows, Segments, plan, stays_near, stretches
+from .plan import Columns, Rows, Runs, Segments, gradient_plan, plan, stays_near, stretches
 from .pool import run
 from .rows import (
     add_up,
@@ -70,7 +71,7 @@ from .rows import (
 from .statistics import NONE, optional, parameter, residual_times
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
-from .transform import STREAMING_BYTES, columns_transform, run_transform
+from .transform import SCATTERED_BYTES, STREAMING_BYTES, columns_transform, run_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
@@ -269,6 +270,41 @@ def _gradient_segments(
                 )  # fmt: skip
                 start, stop, run = stop, stop + inner, run + 1
         flush(dx, staged, end, stage)
+        task = last_task(board, me)
+
+
+@strict_function
+def _take_shares(x, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, coefficients):
+    """Every channel's scale, slope and offset, in so many rows."""
+    scales, slopes, offsets = coefficients[0], coefficients[1], coefficients[2]
+    for i in range(scales.size):
+        slope, offset = _share(x, i, 1, i, residual, inv_std, weight, sum_dy, sum_dy_xmu, count)
+        store(scales, i, _scale(x, i, i, inv_std, weight))
+        store(slopes, i, slope)
+        store(offsets, i, offset)
+
+
+@partial(shared_kernel, first=_take_shares)
+def _gradient_runs(
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
+    coefficients, streaming, /, group, inner, runs,
+):  # fmt: skip
+    """A task is some whole runs, each of one channel; the last ones go first, being nearest."""
+    scales, slopes, offsets = coefficients[0], coefficients[1], coefficients[2]
+    task = last_task(board, me)
+    while task >= 0:
+        start, end = task * runs * inner, min(x.size, (task + 1) * runs * inner)
+        channel = task * runs % group
+        while start < end:
+            row_end = min(end, start + (group - channel) * inner)
+            for begin in range(start, row_end, inner):
+                numbers = (
+                    dy, x, load(mean, channel), load_scratch(scales, channel),
+                    load_scratch(slopes, channel), load_scratch(offsets, channel),
+                )  # fmt: skip
+                write_run(dx, begin, begin + inner, _gradient, numbers)
+                channel += 1
+            start, channel = row_end, 0
         task = last_task(board, me)
 
 
@@ -728,10 +764,13 @@ _BACKWARD = {Segments: _backward_segments, Columns: _backward_columns}
 
 
 @lru_cache(maxsize=1024)
-def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int):
+def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int, near: bool):
     """(kernel, tasks, last arguments) for dx while x and dy are near; None if that is not to be."""
     cut = plan(geometry, itemsize, 2, centered)
     if isinstance(cut, Rows) or not stays_near(cut, threads):
+        return None
+    in_order = isinstance(gradient_plan(geometry, itemsize, near), Runs)
+    if in_order and isinstance(cut, Columns) and geometry.size * itemsize >= SCATTERED_BYTES:
         return None
     last = numbers(*_extents(cut, geometry), *cut.arguments)
     return _BACKWARD[type(cut)], cut.resident_tasks, last
@@ -831,20 +870,23 @@ def input_gradient(
     dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, geometry: Geometry, out
 ):
     """`out` = dx from sums over the `count` values that mean and inv_std were taken from."""
-    cut = plan(geometry, x.itemsize, 2)
-    if isinstance(cut, Segments):
+    nbytes, dtype = 3 * x.nbytes, mean.dtype
+    streaming = nbytes > STREAMING_BYTES
+    given = [optional(array, dtype) for array in (mean, residual, inv_std)]
+    sums = [optional(array, dtype) for array in (sum_dy, sum_dy_xmu)]
+    arguments = [*given, parameter(weight, dtype), *sums, float(count)]
+    cut = gradient_plan(geometry, x.itemsize, not streaming)
+    if isinstance(cut, Runs):
+        kernel, tasks = _gradient_runs, cut.tasks
+        last = numbers(geometry.group, geometry.inner, cut.runs)
+        arguments.append(np.empty((3, geometry.group), dtype))
+    elif isinstance(cut, Segments):
         tasks, stretch = stretches(geometry, x.itemsize)
         kernel, last = _gradient_segments, numbers(*geometry, stretch)
     else:
         last = numbers(*_extents(cut, geometry), *cut.arguments)
         kernel, tasks = _gradient_columns, cut.tasks
-    dtype = mean.dtype
-    given = [optional(array, dtype) for array in (mean, residual, inv_std)]
-    sums = [optional(array, dtype) for array in (sum_dy, sum_dy_xmu)]
-    run(
-        kernel, tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(), *given,
-        parameter(weight, dtype), *sums, float(count), 3 * x.nbytes > STREAMING_BYTES, last,
-    )  # fmt: skip
+    run(kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), *arguments, streaming, last)
 
 
 def backward(
@@ -868,7 +910,8 @@ def backward(
     dweight = none if dweight is None else dweight.ravel()
     dbias = none if dbias is None else dbias.ravel()
     if training and out is not None:
-        fused = _fused(geometry, x.itemsize, centered, get_num_threads())
+        near = 3 * x.nbytes <= STREAMING_BYTES
+        fused = _fused(geometry, x.itemsize, centered, get_num_threads(), near)
         if fused is not None:
             _backward_near(
                 fused, dy, x, mean, residual, inv_std, parameter(weight, dtype, weight_offset),

@@ -392,23 +392,38 @@ def _plan(
     return _segments(geometry, itemsize, operands, threads)
 
 
+def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Rows) -> Runs | None:
+    """Plan for a sweep whose output stays near, where that pays more than what is `cut`."""
+    batch, outer, group, inner, members, _ = geometry
+    long = inner >= (_SHORT_RUN if outer >= _MANY_ROWS else _VECTOR)
+    vectors = inner % _VECTOR * _VECTOR <= inner  # most of a run is
+    pays = isinstance(cut, Segments) or (long and vectors)
+    if batch > 1 or members > 1 or inner > _LONGEST_RUN or not pays:
+        return None
+    runs = max(1, stretches(geometry, itemsize)[1] // inner)
+    return Runs(_ceil_div(outer * group, runs), runs)
+
+
 def transform_plan(
     geometry: Geometry, itemsize: int, near: bool
 ) -> Segments | Columns | Rows | Runs:
     """Plan for one sweep that sums nothing; `near`, if what it writes stays in a cache."""
-    batch, outer, group, inner, members, _ = geometry
     cut = plan(geometry, itemsize, 0)
-    if near and batch == members == 1 and inner <= _LONGEST_RUN:
-        long = inner >= (_SHORT_RUN if outer >= _MANY_ROWS else _VECTOR)
-        vectors = inner % _VECTOR * _VECTOR <= inner  # most of a run is
-        if isinstance(cut, Segments) or (long and vectors):
-            runs = max(1, stretches(geometry, itemsize)[1] // inner)
-            return Runs(_ceil_div(outer * group, runs), runs)
+    if near and (runs := _whole_runs(geometry, itemsize, cut)):
+        return runs
+    inner = geometry.inner
     whole = inner >= _TRANSFORMED_RUN and (itemsize > 2 or inner % _TRANSFORMED_RUN == 0)
-    few = outer >= _ROWS_OF_FEW and group * inner <= _FEW_POSITIONS
+    few = geometry.outer >= _ROWS_OF_FEW and geometry.group * inner <= _FEW_POSITIONS
     if isinstance(cut, Columns) and whole and not few:
         return _segments(geometry, itemsize, 0, get_num_threads())
     return cut
+
+
+def gradient_plan(geometry: Geometry, itemsize: int, near: bool) -> Segments | Columns | Runs:
+    """Plan for dx from sums that are known; `near`, if it stays in a cache."""
+    cut = plan(geometry, itemsize, 2)
+    assert not isinstance(cut, Rows)
+    return (_whole_runs(geometry, itemsize, cut) if near else None) or cut
 
 
 def statistics_plan(geometry: Geometry, itemsize: int) -> Segments | Columns:

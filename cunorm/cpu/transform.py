@@ -75,10 +75,10 @@ __all__ = ["infer", "normalize", "transform"]
 # would push out the data still to be read and be gone itself before anyone reads it.
 STREAMING_BYTES = min(64 << 20, last_level_cache()[0] // 4 * 3)
 
-# Where x and the output are as large as this together, but near, a sweep in memory order over whole
-# runs is faster than one block of columns after another while x is in a second-level cache.
+# Where x is as large as this, but the output stays near, a sweep in memory order over whole runs is
+# faster than block of columns after block of columns while x is in a second-level cache.
 # Measured on Zen 3.
-_SCATTERED_BYTES = 8 << 20
+SCATTERED_BYTES = 3 << 20
 
 
 @strict_function
@@ -113,7 +113,7 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
 
 
 @strict_function
-def take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias):
+def _take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias):
     """`take_given`, then every statistic's scale and shift into its last two rows."""
     take_given(given_mean, given_var, eps, statistics)
     inv_std, residual, scales, shifts = statistics[1], statistics[2], statistics[-2], statistics[-1]
@@ -123,7 +123,7 @@ def take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias):
         store(shifts, i, shift)
 
 
-@partial(shared_kernel, first=take_coefficients)
+@partial(shared_kernel, first=_take_coefficients)
 def _transform_runs(
     board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, streaming,
     /, group, inner, runs,
@@ -463,7 +463,7 @@ def _given(geometry: Geometry, dtype: np.dtype, near: bool) -> _Call:
 @lru_cache(maxsize=1024)
 def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, near: bool) -> _Call:
     """To normalize whole statistics while they are near; no kernel if that is not to be."""
-    apart = _call(geometry, dtype, 6)  # the last two for `take_coefficients`
+    apart = _call(geometry, dtype, 6)  # the last two for `_take_coefficients`
     cut = plan(geometry, dtype.itemsize, 1, centered)
     if isinstance(cut, Rows):
         if not cut.resident:
@@ -473,7 +473,9 @@ def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, ne
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
         in_order = isinstance(transform_plan(geometry, dtype.itemsize, near), Runs)
-        scattered = isinstance(merged, Columns) and apart.nbytes >= _SCATTERED_BYTES
+        scattered = (
+            isinstance(merged, Columns) and geometry.size * dtype.itemsize >= SCATTERED_BYTES
+        )
         if not stays_near(merged, threads) or (in_order and scattered):
             return apart
         kernel, tasks = _NORMALIZE[type(merged)], merged.resident_tasks
