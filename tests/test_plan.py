@@ -258,6 +258,8 @@ def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
         ((64, 32, 8, 8), 2, plan.Runs),
         ((8, 4, 4096), 4, plan.Runs),
         ((8, 4, 4097), 4, plan.Segments),
+        ((1, 4096, 64), 4, plan.Runs),
+        ((1, 4097, 64), 4, plan.Segments),
     ],
 )
 def test_family_of_a_sweep_whose_output_stays_near(shape, itemsize, family):
@@ -269,7 +271,7 @@ def test_family_of_a_sweep_whose_output_stays_near(shape, itemsize, family):
 
 
 def test_runs_are_of_single_channels():
-    """Numbers of channels are worked out beforehand where there are few of them."""
+    """Not of several that share a statistic, nor of more samples than one."""
     for groups in (4, 12):
         geometry = group_norm_geometry((2, 12, 300), 1, groups)
         assert isinstance(plan.transform_plan(geometry, 4, near=True), plan.Segments)

@@ -68,9 +68,10 @@ _FEW_POSITIONS, _ROWS_OF_FEW = 2048, 64
 # Where the output of such a sweep stays near, numbers of channels are worked out beforehand, and
 # runs pay from a vector's length on, or _SHORT_RUN if there are many rows; but what is left of a
 # run behind its last vector, one element after another, should be a small part. Measured on Zen 3.
-# Longer runs are cut.
+# Longer runs are cut; and of more channels the caller is not to work out numbers all alone.
 _VECTOR = 16
 _LONGEST_RUN = 4096
+_MOST_CHANNELS = 4096
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
@@ -398,7 +399,8 @@ def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Row
     long = inner >= (_SHORT_RUN if outer >= _MANY_ROWS else _VECTOR)
     vectors = inner % _VECTOR * _VECTOR <= inner  # most of a run is
     pays = isinstance(cut, Segments) or (long and vectors)
-    if batch > 1 or members > 1 or inner > _LONGEST_RUN or not pays:
+    single = batch == members == 1 and group <= _MOST_CHANNELS
+    if not single or inner > _LONGEST_RUN or not pays:
         return None
     runs = max(1, stretches(geometry, itemsize)[1] // inner)
     return Runs(_ceil_div(outer * group, runs), runs)
