@@ -108,6 +108,24 @@ def test_small_arrays_use_several_threads():
     assert plan.plan(batch_norm_geometry((64, 1024), 1), 4, 0).tasks == 2
 
 
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "operands", "fold"),
+    [
+        ((64, 64, 64, 256), 4, 1, 4),
+        ((64, 64, 64, 256), 2, 1, 8),
+        ((64, 64, 64, 256), 8, 1, 2),
+        ((64, 64, 64, 256), 4, 2, 2),
+        ((16, 64, 64, 64), 4, 1, 8),  # 16 MiB
+        ((17, 64, 64, 64), 4, 1, 16),
+        ((64, 64, 64, 640), 2, 1, 3),
+        ((64, 64, 64, 600), 2, 1, 1),  # four would fill whole lines, but are more
+        ((64, 64, 64, 24), 4, 1, 42),  # in twos, which fill whole lines
+    ],
+)
+def test_folded_rows_of_far_arrays_fill_a_page(shape, itemsize, operands, fold):
+    assert plan.plan(batch_norm_geometry(shape, 3), itemsize, operands).fold == fold
+
+
 def test_few_channels_use_all_threads():
     """Two channels do not leave most of the threads idle."""
     cut = plan.plan(batch_norm_geometry((2, 2, 6_500_000), 1), 4, 1)

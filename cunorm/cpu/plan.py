@@ -94,6 +94,11 @@ _LEAST_BLOCK_BYTES = 64
 _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
 
+# Statistics of arrays so large, which do not stay near, take four rows at a time, each from a page
+# of its own: the hardware, which fetches ahead, reads a page on and on. Measured on Zen 3.
+_FAR_BYTES = 16 << 20
+_PAGE_BYTES = 4 << 10
+
 # Arrays of so many bytes, worth several threads but too small for several parts, are cut into
 # four blocks, but of so many positions at least.
 _SHARED_BYTES = 128 << 10
@@ -322,10 +327,12 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
         # Whole rows: several as one, of whole cache lines if that can be, where they are short.
         unit = 64 // gcd(64, row_bytes)
         fold = _ceil_div(_FOLDED_POSITIONS, row_positions * unit) * unit
+        fold = 1 if row_positions >= _FOLDED_POSITIONS else fold
+        if operands == 1 and not resident and batch * outer * row_bytes > _FAR_BYTES:
+            fold = max(fold, _PAGE_BYTES // (row_bytes * unit) * unit)
         few = max(outer // _FOLDED_ROWS, _ceil_div(_LEAST_POSITIONS, row_positions))
         fold = min(fold, few, outer)
         fold = fold // unit * unit or fold
-        fold = 1 if row_positions >= _FOLDED_POSITIONS else fold
         most = _MOST_BLOCK_POSITIONS
         if operands and _SHARED_BYTES <= outer * row_bytes <= _PART_BYTES:
             most = min(most, max(_SHARED_POSITIONS, row_positions // _SHARED_BLOCKS))
