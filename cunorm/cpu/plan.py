@@ -120,9 +120,9 @@ _MOST_PARTS = 32
 _ENOUGH_TASKS = 256
 
 # What one task may keep near. Blocks of runs, and whole samples, come back fast from a shared
-# third-level cache too, channels of runs from three quarters of a processor's share of it; narrow
+# third-level cache too, channels of runs from half a processor's share of it; narrow
 # columns, a cache line here and there, only from the second.
-_RESIDENT_CHANNEL_BYTES = min(max(2 << 20, last_level_cache()[1] // 4 * 3), 12 << 20)
+_RESIDENT_CHANNEL_BYTES = min(max(2 << 20, last_level_cache()[1] // 2), 12 << 20)
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
 
