@@ -290,8 +290,8 @@ def test_family_of_a_sweep_whose_output_stays_near(shape, itemsize, family):
 
 def test_runs_are_of_single_channels():
     """Not of several that share a statistic, nor of more samples than one."""
-    for groups in (4, 12):
-        geometry = group_norm_geometry((2, 12, 300), 1, groups)
+    for batch, groups in ((2, 4), (2, 12), (1, 4)):
+        geometry = group_norm_geometry((batch, 12, 300), 1, groups)
         assert isinstance(plan.transform_plan(geometry, 4, near=True), plan.Segments)
 
 

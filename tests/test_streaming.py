@@ -139,6 +139,23 @@ def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypat
         np.testing.assert_array_equal(apart, fused)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "near", "apart"),
+    [
+        ((128, 256, 32), "float32", True, True),
+        ((128, 256, 32), "float16", True, False),  # 2 MB
+        ((128, 256, 32), "float32", False, False),  # streamed
+        ((64, 32, 32, 32), "float32", True, False),  # segments
+        ((128, 256, 31), "float32", True, False),  # no whole vectors
+    ],
+)
+def test_columns_that_a_sweep_of_runs_follows(shape, dtype, near, apart):
+    geometry, dtype = batch_norm_geometry(shape, 1), np.dtype(dtype)
+    forward = transform._fused(geometry, dtype, True, 2, near).kernel
+    assert (forward is None) == apart
+    assert (backward._fused(geometry, dtype.itemsize, True, 2, near) is None) == apart
+
+
 @pytest.mark.parametrize("offset", [0, 1, 5])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("length", [3, 32, 49, 128, 200, 513])

@@ -3,7 +3,8 @@
 `reduce` sums dy and dy * (x - mean) over every channel, `input_gradient`
 takes it from there; between the two a synchronized norm adds up its ranks.
 `backward` does both at once: what shares a statistic is read from memory once if it
-fits the cache. With mean and inv_std computed from n values of x, and sums over these,
+fits the cache (but see SCATTERED_BYTES). With mean and inv_std computed from n values of x,
+and sums over these,
 
     dx = inv_std * (weight * dy - sum(weight * dy) / n
                     - (x - mean) * inv_std^2 * sum(weight * dy * (x - mean)) / n)

@@ -47,7 +47,7 @@ _AHEAD_LINES = 64
 _FETCHED_LINES = 4
 _MOST_RUN_LINES = 160
 
-# So many float16 of a short run are written in one step.
+# So many float16 of a run are written in one step.
 _BLOCK = 32
 
 # Into the second-level cache: as many lines as that waits for may be on their way. The first

@@ -1,7 +1,7 @@
 """How the CPU kernels cut an array into pieces: pure functions of its geometry.
 
-Three families of kernels cover every geometry, and a fourth does less for some. A *channel* is a
-group of one sample.
+Three families of kernels cover every geometry; a fourth serves some of them in sweeps that sum
+nothing. A *channel* is a group of one sample.
 
 *Segments* serve a long ``inner``: a channel is ``outer`` runs of ``inner``
 contiguous elements, and a run is vectorized along itself.
@@ -28,9 +28,10 @@ channels are read in turns, does: it has a quarter of a thread's share at most):
 - a channel folds its parts in order, in float64.
 
 A channel (or block of channels) whose parts together fit the cache is *resident*:
-one task does its statistics and its transform while the data is near. Others
-stream: the parts of all channels are the tasks, once for the statistics and
-once, in reverse, for the transform, of segments in stretches of memory.
+one task does its statistics and its transform while the data is near, unless a
+sweep over runs after columns is faster. Others stream: the parts of all channels are the
+tasks, once for the statistics and once, in reverse, for the transform, of segments in
+stretches of memory.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
 # Measured on Zen 3, in float32.
 _SHORT_VECTORS = not get_host_cpu_features().get("avx512f", False)
 
-# A sweep that sums nothing has no use for positions of their own where runs are as long as this,
+# A streamed sweep that sums nothing has no use for positions where runs are as long as this,
 # or, of 16-bit elements, a multiple of it, which their vector loops take in whole steps; but if
 # there are many rows of few positions, whose numbers a first-level cache holds.
 _TRANSFORMED_RUN = 64
@@ -89,7 +90,7 @@ _COLUMN_CHUNK_BYTES = 128 << 10
 _COLUMN_CHUNK_ROWS = 256
 
 # Positions of a block of columns: at least a cache line of them, else half of
-# each line fetched is wasted; at most 1024, whose working arrays fit 32 KiB.
+# each line fetched is wasted; at most 1024, whose working arrays fit 32 KiB, but in far arrays.
 _LEAST_BLOCK_BYTES = 64
 _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
@@ -219,7 +220,7 @@ class Rows(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Whole runs of ``inner`` elements that stay near, of statistics of their own."""
+    """Whole runs of ``inner`` elements, each of a single channel."""
 
     tasks: int
     runs: int  # of a task
