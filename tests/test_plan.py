@@ -258,7 +258,7 @@ def test_family_of_a_backward_pass(monkeypatch, short_vectors, itemsize, inner, 
 def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
     geometry = batch_norm_geometry(shape, 1)
     assert isinstance(plan.plan(geometry, itemsize, 0), plan.Columns)
-    assert isinstance(plan.transform_plan(geometry, itemsize, near=False), family)
+    assert isinstance(plan.transform_plan(geometry, itemsize, streaming=True), family)
 
 
 @pytest.mark.parametrize(
@@ -282,23 +282,23 @@ def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
 )
 def test_family_of_a_sweep_whose_output_stays_near(shape, itemsize, family):
     geometry = batch_norm_geometry(shape, 1)
-    assert isinstance(plan.transform_plan(geometry, itemsize, near=True), family)
-    gradient = plan.gradient_plan(geometry, itemsize, near=True)
+    assert isinstance(plan.transform_plan(geometry, itemsize, streaming=False), family)
+    gradient = plan.gradient_plan(geometry, itemsize, streaming=False)
     assert (family is plan.Runs) == isinstance(gradient, plan.Runs)
-    assert not isinstance(plan.gradient_plan(geometry, itemsize, near=False), plan.Runs)
+    assert not isinstance(plan.gradient_plan(geometry, itemsize, streaming=True), plan.Runs)
 
 
 def test_runs_are_of_single_channels():
     """Not of several that share a statistic, nor of more samples than one."""
     for batch, groups in ((2, 4), (2, 12), (1, 4)):
         geometry = group_norm_geometry((batch, 12, 300), 1, groups)
-        assert isinstance(plan.transform_plan(geometry, 4, near=True), plan.Segments)
+        assert isinstance(plan.transform_plan(geometry, 4, streaming=False), plan.Segments)
 
 
 @given(extents, extents, st.integers(1, 4096), st.sampled_from([2, 4, 8]))
 def test_runs_cover_memory(outer, group, inner, itemsize):
     geometry = batch_norm_geometry((outer, group, inner), 1)
-    cut = plan.transform_plan(geometry, itemsize, near=True)
+    cut = plan.transform_plan(geometry, itemsize, streaming=False)
     if isinstance(cut, plan.Runs):
         assert (cut.tasks - 1) * cut.runs < outer * group <= cut.tasks * cut.runs
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cunorm
-from cunorm.cpu import backward, statistics, transform
+from cunorm.cpu import backward, plan, pool, statistics, transform
 from cunorm.geometry import batch_norm_geometry
 
 pytestmark = pytest.mark.cpu
@@ -122,15 +122,15 @@ def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypat
     geometry, threads = batch_norm_geometry(shape, 1), cunorm.get_num_threads()
     results, kernels = [], []
     for least in (0, 1 << 40):
+        monkeypatch.setattr(plan, "_APART_BYTES", least)
         for module in (transform, backward):
-            monkeypatch.setattr(module, "SCATTERED_BYTES", least)
             module._fused.cache_clear()
         running = np.zeros_like(weight), np.ones_like(bias)
         y, saved = cunorm.batch_norm_forward(x, weight, bias, *running)
         gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
         results.append((y, saved.mean, saved.inv_std, *running, *gradients))
-        kernels.append(transform._fused(geometry, x.dtype, True, threads, True).kernel)
-        kernels.append(backward._fused(geometry, x.itemsize, True, threads, True))
+        kernels.append(transform._fused(geometry, x.dtype, True, threads, False).kernel)
+        kernels.append(backward._fused(geometry, x.itemsize, True, threads, False))
     for module in (transform, backward):
         module._fused.cache_clear()
     assert kernels[:3] == [None, None, transform._normalize_columns]
@@ -139,21 +139,53 @@ def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypat
         np.testing.assert_array_equal(apart, fused)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(40, 70, 49), (9, 1, 4096), (1, 900, 100), (5, 301, 64)])
+def test_runs_have_the_same_bits_in_several_threads_and_streamed(
+    rng, monkeypatch, threads, shape, dtype
+):
+    """Tasks of 1 KB begin and end in the middle of a sample's channels."""
+    monkeypatch.setattr(pool, "_BYTES_PER_LISTENER", 1 << 10)
+    monkeypatch.setattr(plan, "_TASK_BYTES", 1 << 10)
+    for cached in (plan.stretches, transform._given):
+        cached.cache_clear()
+    dy, x = rng.standard_normal((2, *shape)).astype(dtype)
+    numbers = rng.uniform(0.5, 2, (6, shape[1])).astype("f8" if dtype == "float64" else "f4")
+    mean, var, *sums, weight, bias = numbers
+    results = []
+    for number, least in ((1, 1 << 40), (3, 1 << 40), (2, 0)):
+        threads(number)
+        for module in (transform, backward):
+            monkeypatch.setattr(module, "STREAMING_BYTES", least)
+        y, _ = cunorm.batch_norm_forward(x, weight, bias, mean, var, training=False)
+        dx = cunorm.batch_norm_backward_transform(dy, x, mean, var, weight, *sums, 99)
+        results.append((y, dx))
+    geometry = batch_norm_geometry(shape, 1)
+    kernels = [transform._given(geometry, x.dtype, streaming) for streaming in (False, True)]
+    for cached in (plan.stretches, transform._given):
+        cached.cache_clear()
+    assert kernels[0].kernel is transform._transform_runs is not kernels[1].kernel
+    assert kernels[0].tasks > 3
+    for others in results[1:]:
+        for first, other in zip(results[0], others, strict=True):
+            np.testing.assert_array_equal(other, first)
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype", "near", "apart"),
+    ("shape", "dtype", "streaming", "apart"),
     [
-        ((128, 256, 32), "float32", True, True),
-        ((128, 256, 32), "float16", True, False),  # 2 MB
-        ((128, 256, 32), "float32", False, False),  # streamed
-        ((64, 32, 32, 32), "float32", True, False),  # segments
-        ((128, 256, 31), "float32", True, False),  # no whole vectors
+        ((128, 256, 32), "float32", False, True),
+        ((128, 256, 32), "float16", False, False),  # 2 MB
+        ((128, 256, 32), "float32", True, False),
+        ((64, 32, 32, 32), "float32", False, False),  # segments
+        ((128, 256, 31), "float32", False, False),  # no whole vectors
     ],
 )
-def test_columns_that_a_sweep_of_runs_follows(shape, dtype, near, apart):
+def test_columns_that_a_sweep_of_runs_follows(shape, dtype, streaming, apart):
     geometry, dtype = batch_norm_geometry(shape, 1), np.dtype(dtype)
-    forward = transform._fused(geometry, dtype, True, 2, near).kernel
+    forward = transform._fused(geometry, dtype, True, 2, streaming).kernel
     assert (forward is None) == apart
-    assert (backward._fused(geometry, dtype.itemsize, True, 2, near) is None) == apart
+    assert (backward._fused(geometry, dtype.itemsize, True, 2, streaming) is None) == apart
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])

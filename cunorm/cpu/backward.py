@@ -3,7 +3,7 @@
 `reduce` sums dy and dy * (x - mean) over every channel, `input_gradient`
 takes it from there; between the two a synchronized norm adds up its ranks.
 `backward` does both at once: what shares a statistic is read from memory once if it
-fits the cache (but see SCATTERED_BYTES). With mean and inv_std computed from n values of x,
+fits the cache (but see `sweeps_apart`). With mean and inv_std computed from n values of x,
 and sums over these,
 
     dx = inv_std * (weight * dy - sum(weight * dy) / n
@@ -16,6 +16,7 @@ statistics the last two terms are absent.
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +54,24 @@ from .pieces import (
     columns_part,
     columns_piece,
     divide,
+    each_run,
     runs_row,
     segments_chunk,
     segments_chunks,
     segments_start,
     spread,
 )
-from .plan import Columns, Rows, Runs, Segments, gradient_plan, plan, stays_near, stretches
+from .plan import (
+    Columns,
+    Rows,
+    Runs,
+    Segments,
+    gradient_plan,
+    plan,
+    stays_near,
+    stretches,
+    sweeps_apart,
+)
 from .pool import run
 from .rows import (
     add_up,
@@ -72,7 +84,7 @@ from .rows import (
 from .statistics import NONE, optional, parameter, residual_times
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
-from .transform import SCATTERED_BYTES, STREAMING_BYTES, columns_transform, run_transform
+from .transform import STREAMING_BYTES, columns_transform, run_transform
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
@@ -285,27 +297,23 @@ def _take_shares(x, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, coeffi
         store(offsets, i, offset)
 
 
+@device_function
+def _write_gradient(start, end, channel, dy, x, dx, mean, scales, slopes, offsets):
+    scale, slope = load_scratch(scales, channel), load_scratch(slopes, channel)
+    numbers = (dy, x, load(mean, channel), scale, slope, load_scratch(offsets, channel))
+    write_run(dx, start, end, _gradient, numbers)
+
+
 @partial(shared_kernel, first=_take_shares)
 def _gradient_runs(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    coefficients, streaming, /, group, inner, runs,
+    coefficients, /, total, group, inner, runs,
 ):  # fmt: skip
     """A task is some whole runs, each of one channel; the last ones go first, being nearest."""
-    scales, slopes, offsets = coefficients[0], coefficients[1], coefficients[2]
+    arguments = (dy, x, dx, mean, coefficients[0], coefficients[1], coefficients[2])
     task = last_task(board, me)
     while task >= 0:
-        start, end = task * runs * inner, min(x.size, (task + 1) * runs * inner)
-        channel = task * runs % group
-        while start < end:
-            row_end = min(end, start + (group - channel) * inner)
-            for begin in range(start, row_end, inner):
-                numbers = (
-                    dy, x, load(mean, channel), load_scratch(scales, channel),
-                    load_scratch(slopes, channel), load_scratch(offsets, channel),
-                )  # fmt: skip
-                write_run(dx, begin, begin + inner, _gradient, numbers)
-                channel += 1
-            start, channel = row_end, 0
+        each_run(task, runs, total, group, inner, _write_gradient, arguments)
         task = last_task(board, me)
 
 
@@ -765,13 +773,13 @@ _BACKWARD = {Segments: _backward_segments, Columns: _backward_columns}
 
 
 @lru_cache(maxsize=1024)
-def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int, near: bool):
+def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int, streaming: bool):
     """(kernel, tasks, last arguments) for dx while x and dy are near; None if that is not to be."""
     cut = plan(geometry, itemsize, 2, centered)
     if isinstance(cut, Rows) or not stays_near(cut, threads):
         return None
-    in_order = isinstance(gradient_plan(geometry, itemsize, near), Runs)
-    if in_order and isinstance(cut, Columns) and geometry.size * itemsize >= SCATTERED_BYTES:
+    sweep = gradient_plan(geometry, itemsize, streaming)
+    if sweeps_apart(cut, sweep, geometry.size * itemsize):
         return None
     last = numbers(*_extents(cut, geometry), *cut.arguments)
     return _BACKWARD[type(cut)], cut.resident_tasks, last
@@ -876,18 +884,18 @@ def input_gradient(
     given = [optional(array, dtype) for array in (mean, residual, inv_std)]
     sums = [optional(array, dtype) for array in (sum_dy, sum_dy_xmu)]
     arguments = [*given, parameter(weight, dtype), *sums, float(count)]
-    cut = gradient_plan(geometry, x.itemsize, not streaming)
-    if isinstance(cut, Runs):
-        kernel, tasks = _gradient_runs, cut.tasks
-        last = numbers(geometry.group, geometry.inner, cut.runs)
-        arguments.append(np.empty((3, geometry.group), dtype))
+    how: Any = streaming
+    cut = gradient_plan(geometry, x.itemsize, streaming)
+    if isinstance(cut, Runs):  # which streams nothing
+        kernel, tasks, last = _gradient_runs, cut.tasks, numbers(*cut.arguments)
+        how = np.empty((3, geometry.statistics), dtype)
     elif isinstance(cut, Segments):
         tasks, stretch = stretches(geometry, x.itemsize)
         kernel, last = _gradient_segments, numbers(*geometry, stretch)
     else:
         last = numbers(*_extents(cut, geometry), *cut.arguments)
         kernel, tasks = _gradient_columns, cut.tasks
-    run(kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), *arguments, streaming, last)
+    run(kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), *arguments, how, last)
 
 
 def backward(
@@ -911,8 +919,8 @@ def backward(
     dweight = none if dweight is None else dweight.ravel()
     dbias = none if dbias is None else dbias.ravel()
     if training and out is not None:
-        near = 3 * x.nbytes <= STREAMING_BYTES
-        fused = _fused(geometry, x.itemsize, centered, get_num_threads(), near)
+        streaming = 3 * x.nbytes > STREAMING_BYTES
+        fused = _fused(geometry, x.itemsize, centered, get_num_threads(), streaming)
         if fused is not None:
             _backward_near(
                 fused, dy, x, mean, residual, inv_std, parameter(weight, dtype, weight_offset),

@@ -56,6 +56,19 @@ def runs_row(element, outer, group, inner, parameters):
     return run - row * group, (row + 1) * group * inner, channel, channel % parameters
 
 
+@device_function
+def each_run(task, runs, total, group, inner, write, arguments):
+    """Call ``write(start, end, channel, *arguments)`` for a task's runs, `runs` of all `total`."""
+    run, end = task * runs, min(total, (task + 1) * runs)
+    channel = run % group
+    while run < end:
+        row_end = min(end, run + group - channel)
+        for start in range(run * inner, row_end * inner, inner):
+            write(start, start + inner, channel, *arguments)
+            channel += 1
+        run, channel = row_end, 0
+
+
 # --- columns: folded rows of positions, in blocks of channels -----------------
 
 

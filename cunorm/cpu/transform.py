@@ -2,7 +2,7 @@
 
 `transform` applies given statistics, `infer` running ones. `normalize` takes them from
 the data first: what shares a statistic is read from memory once if it fits the cache (but see
-SCATTERED_BYTES), else once for the statistics and once more, from its end, for the transform.
+`sweeps_apart`), else once for the statistics and once more, from its end, for the transform.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .elements import (
     write_run,
 )
 from .memory import last_level_cache
-from .pieces import columns_part, columns_piece, divide, runs_row, segments_start
+from .pieces import columns_part, columns_piece, divide, each_run, runs_row, segments_start
 from .plan import (
     Columns,
     Rows,
@@ -47,6 +47,7 @@ from .plan import (
     statistics_plan,
     stays_near,
     stretches,
+    sweeps_apart,
     transform_plan,
 )
 from .pool import run
@@ -74,11 +75,6 @@ __all__ = ["infer", "normalize", "transform"]
 # Where the arrays of a call are larger than this together, its output bypasses the caches: it
 # would push out the data still to be read and be gone itself before anyone reads it.
 STREAMING_BYTES = min(64 << 20, last_level_cache()[0] // 4 * 3)
-
-# Columns of an x so large are summed first, and then a sweep over runs in memory order writes the
-# output, if that stays near: faster than to write it block of columns by block of columns.
-# Measured on Zen 3, in two threads.
-SCATTERED_BYTES = 3 << 20
 
 
 @strict_function
@@ -113,37 +109,34 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
 
 
 @strict_function
-def _take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias):
-    """`take_given`, then every statistic's scale and shift into its last two rows."""
+def _take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias, coefficients):
+    """`take_given`, then every statistic's scale and shift into two rows."""
     take_given(given_mean, given_var, eps, statistics)
-    inv_std, residual, scales, shifts = statistics[1], statistics[2], statistics[-2], statistics[-1]
+    inv_std, residual = statistics[1], statistics[2]
+    scales, shifts = coefficients[0], coefficients[1]
     for i in range(inv_std.size):
         scale, shift = _coefficients(x, i, i, residual, inv_std, weight, bias)
         store(scales, i, scale)
         store(shifts, i, shift)
 
 
+@device_function
+def _write_transformed(start, end, channel, x, y, mean, scales, shifts):
+    center, scale = load_scratch(mean, channel), load_scratch(scales, channel)
+    numbers = (x, center, scale, load_scratch(shifts, channel))
+    write_run(y, start, end, _transformed, numbers)
+
+
 @partial(shared_kernel, first=_take_coefficients)
 def _transform_runs(
-    board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, streaming,
-    /, group, inner, runs,
+    board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, coefficients,
+    /, total, group, inner, runs,
 ):  # fmt: skip
     """A task is some whole runs, each of one channel; the last ones go first, being nearest."""
-    mean, scales, shifts = statistics[0], statistics[-2], statistics[-1]
+    arguments = (x, y, statistics[0], coefficients[0], coefficients[1])
     task = last_task(board, me)
     while task >= 0:
-        start, end = task * runs * inner, min(x.size, (task + 1) * runs * inner)
-        channel = task * runs % group
-        while start < end:
-            row_end = min(end, start + (group - channel) * inner)
-            for begin in range(start, row_end, inner):
-                numbers = (
-                    x, load_scratch(mean, channel), load_scratch(scales, channel),
-                    load_scratch(shifts, channel),
-                )  # fmt: skip
-                write_run(y, begin, begin + inner, _transformed, numbers)
-                channel += 1
-            start, channel = row_end, 0
+        each_run(task, runs, total, group, inner, _write_transformed, arguments)
         task = last_task(board, me)
 
 
@@ -435,15 +428,12 @@ def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
 
 
 @lru_cache(maxsize=1024)
-def _given(geometry: Geometry, dtype: np.dtype, near: bool) -> _Call:
-    """To transform x of this dtype with given statistics; `near`, if nothing is streamed."""
-    call = _call(geometry, dtype, 3)
-    cut = transform_plan(geometry, dtype.itemsize, near)
+def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
+    """To transform x of this dtype with given statistics."""
+    cut = transform_plan(geometry, dtype.itemsize, streaming)
     arguments: tuple[int, ...]
     if isinstance(cut, Runs):
-        call = _call(geometry, dtype, 5)
-        kernel, tasks = _transform_runs, cut.tasks
-        arguments = (geometry.group, geometry.inner, cut.runs)
+        kernel, tasks, arguments = _transform_runs, cut.tasks, cut.arguments
     elif isinstance(cut, Rows):
         extents = row_extents(geometry)
         kernel, tasks = transform_rows, extents[1] * cut.pieces
@@ -455,32 +445,32 @@ def _given(geometry: Geometry, dtype: np.dtype, near: bool) -> _Call:
     else:
         kernel, tasks = _transform_columns, cut.tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
-    return call._replace(
+    return _call(geometry, dtype, 3)._replace(
         kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
 
 
 @lru_cache(maxsize=1024)
-def _fused(geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, near: bool) -> _Call:
+def _fused(
+    geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, streaming: bool
+) -> _Call:
     """To normalize whole statistics while they are near; no kernel if that is not to be."""
-    apart = _call(geometry, dtype, 6)  # the last two for `_take_coefficients`
+    call = _call(geometry, dtype, 4)
     cut = plan(geometry, dtype.itemsize, 1, centered)
     if isinstance(cut, Rows):
         if not cut.resident:
-            return apart
+            return call
         kernel, tasks = normalize_rows, cut.resident_tasks
         arguments = (centered, *row_extents(geometry), *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
-        in_order = isinstance(transform_plan(geometry, dtype.itemsize, near), Runs)
-        scattered = (
-            isinstance(merged, Columns) and geometry.size * dtype.itemsize >= SCATTERED_BYTES
-        )
-        if not stays_near(merged, threads) or (in_order and scattered):
-            return apart
+        sweep = transform_plan(geometry, dtype.itemsize, streaming)
+        nbytes = geometry.size * dtype.itemsize
+        if not stays_near(merged, threads) or sweeps_apart(merged, sweep, nbytes):
+            return call
         kernel, tasks = _NORMALIZE[type(merged)], merged.resident_tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
-    return _call(geometry, dtype, 4)._replace(
+    return call._replace(
         kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
 
@@ -501,11 +491,14 @@ def _transform(
     call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out
 ):
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
-    _, _, nbytes, kernel, _, tasks, last = call
+    _, dtype, nbytes, kernel, _, tasks, last = call
     weight, bias = _parameters(call, x, weight, bias, geometry)
+    how: Any = nbytes > STREAMING_BYTES
+    if kernel is _transform_runs:  # which streams nothing
+        how = np.empty((2, geometry.statistics), dtype)
     run(
         kernel, tasks, nbytes, x.ravel(), out.ravel(), given_mean, given_var, eps, statistics,
-        weight, bias, nbytes > STREAMING_BYTES, last,
+        weight, bias, how, last,
     )  # fmt: skip
 
 
@@ -514,7 +507,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 
     Each of mean, residual, inv_std, weight and bias may be None.
     """
-    call = _given(geometry, x.dtype, 2 * x.nbytes <= STREAMING_BYTES)
+    call = _given(geometry, x.dtype, 2 * x.nbytes > STREAMING_BYTES)
     statistics = np.zeros(call.statistics, call.dtype)
     statistics[1] = 1.0 if inv_std is None else inv_std
     if mean is not None:
@@ -531,7 +524,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     Returns mean, inv_std and residual (what rounding took from the mean) as the first rows of
     one array, in the accumulator type.
     """
-    call = _given(geometry, x.dtype, 2 * x.nbytes <= STREAMING_BYTES)
+    call = _given(geometry, x.dtype, 2 * x.nbytes > STREAMING_BYTES)
     dtype = call.dtype
     statistics = np.empty(call.statistics, dtype)
     mean, var = running_mean, running_var
@@ -554,8 +547,8 @@ def normalize(
     more. Returns mean, inv_std, residual (what rounding took from the mean) and variance as
     the first rows of one array, in the accumulator type.
     """
-    near = 2 * x.nbytes <= STREAMING_BYTES
-    call = _fused(geometry, x.dtype, centered, get_num_threads(), near)
+    streaming = 2 * x.nbytes > STREAMING_BYTES
+    call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)
     shape, dtype, nbytes, kernel, _, tasks, last = call
     statistics = np.empty(shape, dtype)
     if weight_offset and weight is not None:
@@ -578,7 +571,7 @@ def normalize(
                 numbers(*row_extents(geometry), *cut.arguments),
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
-        call = _given(geometry, x.dtype, near)
+        call = _given(geometry, x.dtype, streaming)
         _transform(call, x, none, none, eps, statistics, weight, bias, geometry, out)
     else:
         weight, bias = _parameters(call, x, weight, bias, geometry)
