@@ -115,32 +115,40 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(40, 7, 32), (17, 9, 49), (16, 5, 100), (33, 4, 8, 8)])
+@pytest.mark.parametrize("shape", [(40, 7, 32), (17, 9, 33), (16, 5, 100), (33, 4, 8, 8)])
 def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypatch, shape, dtype):
+    """Blocks are written position by position, or run by run; or runs when all is summed."""
     dy, x = rng.standard_normal((2, *shape)).astype(dtype)
     weight, bias = rng.standard_normal((2, shape[1])).astype("f8" if dtype == "float64" else "f4")
     geometry, threads = batch_norm_geometry(shape, 1), cunorm.get_num_threads()
-    results, kernels = [], []
-    for least in (0, 1 << 40):
+    results, plans = [], []
+    for least, runs in ((0, plan._whole_runs), (1 << 40, plan._whole_runs), (0, lambda *_: None)):
         monkeypatch.setattr(plan, "_APART_BYTES", least)
+        monkeypatch.setattr(plan, "_whole_runs", runs)
         for module in (transform, backward):
             module._fused.cache_clear()
+        transform._given.cache_clear()
         running = np.zeros_like(weight), np.ones_like(bias)
         y, saved = cunorm.batch_norm_forward(x, weight, bias, *running)
         gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
         results.append((y, saved.mean, saved.inv_std, *running, *gradients))
-        kernels.append(transform._fused(geometry, x.dtype, True, threads, False).kernel)
-        kernels.append(backward._fused(geometry, x.itemsize, True, threads, False))
+        forward = transform._fused(geometry, x.dtype, True, threads, False)
+        plans.append((forward, backward._fused(geometry, x.itemsize, True, threads, False)))
     for module in (transform, backward):
         module._fused.cache_clear()
-    assert kernels[:3] == [None, None, transform._normalize_columns]
-    assert kernels[3][0] is backward._backward_columns
-    for apart, fused in zip(*results, strict=True):
-        np.testing.assert_array_equal(apart, fused)
+    transform._given.cache_clear()
+    assert plans[0][0].kernel is plans[0][1] is None
+    for by_runs, (forward, (kernel, _, last)) in zip((True, False), plans[1:], strict=True):
+        assert forward.kernel is transform._normalize_columns
+        assert kernel is backward._backward_columns
+        assert forward.numbers[-1] == last[-1] == by_runs
+    for others in results[1:]:
+        for first, other in zip(results[0], others, strict=True):
+            np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(40, 70, 49), (9, 1, 4096), (1, 900, 100), (5, 301, 64)])
+@pytest.mark.parametrize("shape", [(40, 70, 33), (9, 1, 4096), (1, 900, 100), (5, 301, 64)])
 def test_runs_have_the_same_bits_in_several_threads_and_streamed(
     rng, monkeypatch, threads, shape, dtype
 ):

@@ -55,6 +55,8 @@ from .pieces import (
     columns_piece,
     divide,
     each_run,
+    runs_of_block,
+    runs_of_rows,
     runs_row,
     segments_chunk,
     segments_chunks,
@@ -361,18 +363,22 @@ def _backward_segments(
             for i in range(statistic * members - first, (statistic + 1) * members - first):
                 store(slopes, i, slope)
                 store(offsets, i, offset)
-        staged = end = starts[0]
-        for row in range(outer):
-            for i in range(last - first):
-                start = starts[i] + row * group * inner
-                staged = follow(dx, staged, end, start, stage)
-                end = start + inner
-                staged = _run_gradient(
-                    dy, x, dx, start, end, load_scratch(means, i), load_scratch(scales, i),
-                    load_scratch(slopes, i), load_scratch(offsets, i), streaming, stage, staged,
-                    ahead,
-                )  # fmt: skip
-        flush(dx, staged, end, stage)
+        if streaming:
+            staged = end = starts[0]
+            for row in range(outer):
+                for i in range(last - first):
+                    start = starts[i] + row * group * inner
+                    staged = follow(dx, staged, end, start, stage)
+                    end = start + inner
+                    staged = _run_gradient(
+                        dy, x, dx, start, end, load_scratch(means, i), load_scratch(scales, i),
+                        load_scratch(slopes, i), load_scratch(offsets, i), True, stage, staged,
+                        ahead,
+                    )  # fmt: skip
+            flush(dx, staged, end, stage)
+        else:
+            known = (dy, x, dx, means, scales, slopes, offsets)
+            runs_of_block(starts, last - first, outer, group * inner, inner, _write_gradient, known)
         task = next_task(board, me)
 
 
@@ -669,9 +675,12 @@ def _gradient_columns(
 def _backward_columns(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, dweight, streaming,
     /, members, parameters, batch, outer, group, inner,
-    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels, by_runs,
 ):  # fmt: skip
-    """A task is one block of whole channels; see `_write_dweight`."""
+    """A task is one block of whole channels; see `_write_dweight`.
+
+    If `by_runs`, a channel's runs are written as in `_gradient_runs`.
+    """
     most = fold * block_channels * inner
     blocks, totals = scratch(x, (8, most + LINE_ELEMENTS)), np.empty((2, most))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
@@ -708,17 +717,27 @@ def _backward_columns(
                 sum_dy, sum_dy_xmu,
             )  # fmt: skip
         _write_dweight(first, first + channels * members, members, inv_std, sum_dy_xmu, dweight)
+        copies, extent = (1, 1) if by_runs else (fold, inner)
         _spread_scales(
-            x, statistic, channels, members, parameters, fold, inner, inv_std, weight, block_scale
-        )
+            x, statistic, channels, members, parameters, copies, extent, inv_std, weight,
+            block_scale,
+        )  # fmt: skip
         _spread_shares(
-            x, statistic, channels, members, parameters, fold, inner, residual, inv_std, weight,
+            x, statistic, channels, members, parameters, copies, extent, residual, inv_std, weight,
             sum_dy, sum_dy_xmu, np.float64(outer * inner), block_slope, block_offset,
         )  # fmt: skip
-        _columns_gradient(
-            dy, x, dx, start, stride, rows, width, tail_rows * channels * inner,
-            block_mean, block_scale, block_slope, block_offset, streaming, blocks[4:],
-        )  # fmt: skip
+        if by_runs:
+            _spread_means(statistic, channels, 1, 1, mean, block_mean)
+            known = (dy, x, dx, block_mean, block_scale, block_slope, block_offset)
+            runs_of_rows(
+                start, group * inner, fold * rows + tail_rows, channels, inner, _write_gradient,
+                known,
+            )  # fmt: skip
+        else:
+            _columns_gradient(
+                dy, x, dx, start, stride, rows, width, tail_rows * channels * inner,
+                block_mean, block_scale, block_slope, block_offset, streaming, blocks[4:],
+            )  # fmt: skip
         task = next_task(board, me)
 
 
@@ -781,7 +800,10 @@ def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int, stre
     sweep = gradient_plan(geometry, itemsize, streaming)
     if sweeps_apart(cut, sweep, geometry.size * itemsize):
         return None
-    last = numbers(*_extents(cut, geometry), *cut.arguments)
+    arguments = (*_extents(cut, geometry), *cut.arguments)
+    if isinstance(cut, Columns):
+        arguments = (*arguments, isinstance(sweep, Runs))
+    last = numbers(*arguments)
     return _BACKWARD[type(cut)], cut.resident_tasks, last
 
 

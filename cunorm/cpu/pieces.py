@@ -69,6 +69,32 @@ def each_run(task, runs, total, group, inner, write, arguments):
         run, channel = row_end, 0
 
 
+@device_function
+def runs_of_block(starts, channels, rows, stride, inner, write, arguments):
+    """Call `write`, as `each_run` does, for `rows` runs of each of some channels in turns.
+
+    Those of channel i lie `stride` apart, from `starts[i]` on.
+    """
+    for row in range(rows):
+        for i in range(channels):
+            start = starts[i] + row * stride
+            write(start, start + inner, i, *arguments)
+
+
+@device_function
+def runs_of_rows(start, stride, rows, channels, inner, write, arguments):
+    """The same for channels side by side, the first of which begins at `start`.
+
+    Faster than to look up where each begins.
+    """
+    for row in range(rows):
+        begin = start + row * stride
+        for channel in range(channels):
+            end = begin + inner
+            write(begin, end, channel, *arguments)
+            begin = end
+
+
 # --- columns: folded rows of positions, in blocks of channels -----------------
 
 

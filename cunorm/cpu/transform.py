@@ -37,7 +37,16 @@ from .elements import (
     write_run,
 )
 from .memory import last_level_cache
-from .pieces import columns_part, columns_piece, divide, each_run, runs_row, segments_start
+from .pieces import (
+    columns_part,
+    columns_piece,
+    divide,
+    each_run,
+    runs_of_block,
+    runs_of_rows,
+    runs_row,
+    segments_start,
+)
 from .plan import (
     Columns,
     Rows,
@@ -181,10 +190,10 @@ def _normalize_segments(
     Group, inner and chunks are those of the merged geometry.
     """
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
-    starts, centers, sums = np.empty(block, np.int64), scratch(x, block), np.empty((block, 2))
+    starts, coefficients = np.empty(block * members, np.int64), scratch(x, (3, block * members))
+    centers, sums = scratch(x, block), np.empty((block, 2))
     moments, part_moments = np.empty((block, 3)), np.empty((block, 3))
-    coefficients = scratch(x, (2, block * members))
-    scales, shifts = coefficients[0], coefficients[1]
+    means, scales, shifts = coefficients[0], coefficients[1], coefficients[2]
     length = inner // members
     stage = np.empty(stage_size(y, length, streaming), y.dtype)
     # What is fetched while a block is written: the next block, but where a stage is the next row,
@@ -205,32 +214,38 @@ def _normalize_segments(
             )  # fmt: skip
             for i in range(last - first):
                 merge_into(moments, i, part_moments[i, 0], part_moments[i, 1], part_moments[i, 2])
+        for i in range(last - first):  # vectorized
+            save(statistics, first + i, moments[i, 0], moments[i, 1], moments[i, 2], eps)
         for statistic in range(first, last):
-            i = statistic - first
-            save(statistics, statistic, moments[i, 0], moments[i, 1], moments[i, 2], eps)
             blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
+        for statistic in range(first, last):
             parameter = divide(statistic * members, parameters)[1]
+            start = segments_start(statistic, outer, group, inner)
             for member in range(members):
+                i = (statistic - first) * members + member
                 scale, shift = _coefficients(
                     x, statistic, parameter + member, residual, inv_std, weight, bias
                 )
-                store(scales, i * members + member, scale)
-                store(shifts, i * members + member, shift)
-            starts[i] = segments_start(statistic, outer, group, inner)
-        staged = end = starts[0]
-        for row in range(outer):
-            for i in range(last - first):
-                center = load_scratch(mean, first + i)
-                start = starts[i] + row * group * inner
-                staged = follow(y, staged, end, start, stage)
-                for k in range(i * members, (i + 1) * members):
+                store(means, i, load_scratch(mean, statistic))
+                store(scales, i, scale)
+                store(shifts, i, shift)
+                starts[i] = start + member * length
+        channels, stride = (last - first) * members, group * inner
+        if streaming:
+            staged = end = starts[0]
+            for row in range(outer):
+                for i in range(channels):
+                    start = starts[i] + row * stride
+                    staged = follow(y, staged, end, start, stage)
                     end = start + length
                     staged = run_transform(
-                        x, y, start, end, center, load_scratch(scales, k),
-                        load_scratch(shifts, k), streaming, stage, staged, x, ahead,
+                        x, y, start, end, load_scratch(means, i), load_scratch(scales, i),
+                        load_scratch(shifts, i), True, stage, staged, x, ahead,
                     )  # fmt: skip
-                    start = end
-        flush(y, staged, end, stage)
+            flush(y, staged, end, stage)
+        else:
+            known = (x, y, means, scales, shifts)
+            runs_of_block(starts, channels, outer, stride, length, _write_transformed, known)
         task = next_task(board, me)
 
 
@@ -340,9 +355,12 @@ def _transform_columns(
 def _normalize_columns(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, /, members, parameters, batch, outer, group, inner,
-    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels, by_runs,
 ):  # fmt: skip
-    """A task is one block of whole channels; `statistics` gets what `save` writes."""
+    """A task is one block of whole channels; `statistics` gets what `save` writes.
+
+    If `by_runs`, a channel's runs are written as in `_transform_runs`.
+    """
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
     blocks = scratch(x, (6, most + LINE_ELEMENTS))
@@ -379,14 +397,22 @@ def _normalize_columns(
             blend_running(
                 statistics, statistic + channel, running_mean, running_var, bessel, factor
             )
+        copies, extent = (1, 1) if by_runs else (fold, inner)
         _spread(
-            x, statistic, channels, members, parameters, fold, inner, mean, residual, inv_std,
+            x, statistic, channels, members, parameters, copies, extent, mean, residual, inv_std,
             weight, bias, block_mean, block_scale, block_shift,
         )  # fmt: skip
-        columns_transform(
-            x, y, start, stride, rows, width, tail_rows * channels * inner,
-            block_mean, block_scale, block_shift, streaming, blocks[:3],
-        )  # fmt: skip
+        if by_runs:
+            known = (x, y, block_mean, block_scale, block_shift)
+            runs_of_rows(
+                start, group * inner, fold * rows + tail_rows, channels, inner, _write_transformed,
+                known,
+            )  # fmt: skip
+        else:
+            columns_transform(
+                x, y, start, stride, rows, width, tail_rows * channels * inner,
+                block_mean, block_scale, block_shift, streaming, blocks[:3],
+            )  # fmt: skip
         task = next_task(board, me)
 
 
@@ -470,6 +496,8 @@ def _fused(
             return call
         kernel, tasks = _NORMALIZE[type(merged)], merged.resident_tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
+        if isinstance(merged, Columns):
+            arguments = (*arguments, isinstance(sweep, Runs))
     return call._replace(
         kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
