@@ -269,9 +269,14 @@ def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
         ((64, 256, 16), 4, plan.Columns),
         ((8, 256, 16), 4, plan.Runs),
         ((8, 256, 15), 4, plan.Columns),
-        ((8, 256, 7, 7), 4, plan.Runs),  # three vectors and one element
-        ((8, 256, 7, 7), 2, plan.Columns),  # a pair of vectors, a single one and one element
-        ((8, 256, 6, 8), 2, plan.Runs),  # a pair of vectors and a single one
+        ((8, 256, 17), 4, plan.Runs),
+        ((8, 256, 18), 2, plan.Columns),  # a vector and two elements
+        ((15, 256, 5, 5), 4, plan.Runs),
+        ((16, 256, 5, 5), 4, plan.Columns),
+        ((64, 256, 7, 7), 4, plan.Runs),  # three vectors and one element
+        ((8, 256, 7, 7), 2, plan.Runs),
+        ((64, 256, 7, 7), 2, plan.Columns),  # two vectors, a third one and one element
+        ((64, 256, 6, 8), 2, plan.Runs),  # two vectors and a third one
         ((8, 256, 6, 6), 2, plan.Columns),  # two and four elements
         ((8, 256, 6, 6), 4, plan.Runs),  # would be segments otherwise
         ((64, 256, 10, 10), 2, plan.Runs),

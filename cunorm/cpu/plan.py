@@ -68,8 +68,9 @@ _FEW_POSITIONS, _ROWS_OF_FEW = 2048, 64
 
 # Where the output of such a sweep stays near, numbers of channels are worked out beforehand, and
 # runs pay from a vector's length on, or _SHORT_RUN if there are many rows; but what is left of a
-# run behind its last vector, one element after another, should be a small part; half types go by
-# two vectors, and what is left of those should be no more than a third. Measured on Zen 3.
+# run behind its last vector, one element after another, should be a small part, if there are many
+# rows or of half types, which go by two vectors: those of many rows should leave no more than a
+# third behind these. Measured on Zen 3.
 # Longer runs are cut; and of more channels the caller is not to work out numbers all alone.
 _VECTOR = 16
 _LONGEST_RUN = 4096
@@ -419,11 +420,14 @@ def _plan(
 def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Rows) -> Runs | None:
     """Plan for a sweep whose output stays near, where that pays more than what is `cut`."""
     batch, outer, group, inner, members, _ = geometry
-    long = inner >= (_SHORT_RUN if outer >= _MANY_ROWS else _VECTOR)
-    vectors = inner % _VECTOR * _VECTOR <= inner  # most of a run is
-    if itemsize == 2:
-        vectors = vectors and inner % (2 * _VECTOR) * 3 <= inner
-    pays = isinstance(cut, Segments) or (long and vectors)
+    few = outer < _MANY_ROWS
+    long = inner >= (_VECTOR if few else _SHORT_RUN)
+    whole = inner % _VECTOR * _VECTOR <= inner  # most of a run is vectors
+    if itemsize > 2:
+        whole = whole or few
+    elif not few:
+        whole = whole and inner % (2 * _VECTOR) * 3 <= inner
+    pays = isinstance(cut, Segments) or (long and whole)
     single = batch == members == 1 and group <= _MOST_CHANNELS
     if not single or inner > _LONGEST_RUN or not pays:
         return None

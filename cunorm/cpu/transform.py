@@ -471,7 +471,7 @@ def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
     else:
         kernel, tasks = _transform_columns, cut.tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
-    return _call(geometry, dtype, 3)._replace(
+    return _call(geometry, dtype, 5 if isinstance(cut, Runs) else 3)._replace(
         kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
 
@@ -481,11 +481,11 @@ def _fused(
     geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, streaming: bool
 ) -> _Call:
     """To normalize whole statistics while they are near; no kernel if that is not to be."""
-    call = _call(geometry, dtype, 4)
+    apart = _call(geometry, dtype, 6)
     cut = plan(geometry, dtype.itemsize, 1, centered)
     if isinstance(cut, Rows):
         if not cut.resident:
-            return call
+            return apart
         kernel, tasks = normalize_rows, cut.resident_tasks
         arguments = (centered, *row_extents(geometry), *cut.arguments)
     else:
@@ -493,12 +493,12 @@ def _fused(
         sweep = transform_plan(geometry, dtype.itemsize, streaming)
         nbytes = geometry.size * dtype.itemsize
         if not stays_near(merged, threads) or sweeps_apart(merged, sweep, nbytes):
-            return call
+            return apart
         kernel, tasks = _NORMALIZE[type(merged)], merged.resident_tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
         if isinstance(merged, Columns):
             arguments = (*arguments, isinstance(sweep, Runs))
-    return call._replace(
+    return _call(geometry, dtype, 4)._replace(
         kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
 
@@ -519,11 +519,11 @@ def _transform(
     call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out
 ):
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
-    _, dtype, nbytes, kernel, _, tasks, last = call
+    _, _, nbytes, kernel, _, tasks, last = call
     weight, bias = _parameters(call, x, weight, bias, geometry)
     how: Any = nbytes > STREAMING_BYTES
     if kernel is _transform_runs:  # which streams nothing
-        how = np.empty((2, geometry.statistics), dtype)
+        how = statistics[-2:]  # room for coefficients, allocated with the others
     run(
         kernel, tasks, nbytes, x.ravel(), out.ravel(), given_mean, given_var, eps, statistics,
         weight, bias, how, last,
