@@ -371,12 +371,15 @@ def _dense_order(
 
 
 def memory_order(array: Any, leading: int = 0) -> tuple[int, ...] | None:
-    """Axes from slowest to fastest, if that makes the array C-contiguous; else None.
+    """Axes from slowest to fastest, if that makes the array C-contiguous and aligned; else None.
 
     The first `leading` axes are the slowest, in any order, or the answer is None.
     """
-    if not _is_aligned(array):
-        return None
+    return _order(array, leading) if _is_aligned(array) else None
+
+
+def _order(array: Any, leading: int) -> tuple[int, ...] | None:
+    """`memory_order` of an array that need not be aligned."""
     if array.flags.c_contiguous:
         return tuple(range(array.ndim))
     order = _dense_order(array.shape, array.strides, array.itemsize)
@@ -384,7 +387,7 @@ def memory_order(array: Any, leading: int = 0) -> tuple[int, ...] | None:
         return order
     order = tuple(sorted(order, key=lambda axis: axis >= leading))
     # An axis of length 1 may be anywhere; another that has moved has left the memory order.
-    return order if _lies_in(order, array) else None
+    return order if array.transpose(order).flags.c_contiguous else None
 
 
 def _is_aligned(array: Any) -> bool:
@@ -508,11 +511,11 @@ class Operands:
 
 
 def dense(arrays: tuple[Any, ...], leading: int = 0) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """One memory order and the arrays in it, C-contiguous; those in another order are copied.
+    """One memory order and the arrays in it, C-contiguous; others, or unaligned ones, are copied.
 
     It begins with the first `leading` axes, in any order.
     """
-    orders = (memory_order(array, leading) for array in arrays)
+    orders = (_order(array, leading) for array in arrays)
     order = next((o for o in orders if o is not None), None)
     if order is None:
         order = tuple(range(arrays[0].ndim))

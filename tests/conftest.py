@@ -109,7 +109,7 @@ def threads():
     cunorm.set_num_threads(before)
 
 
-def _cut_for_cpu(monkeypatch, resident):
+def _cut_for_cpu(monkeypatch, resident, streaming):
     from cunorm.cpu import backward, double_backward, plan, pool, rows, transform
 
     size = 1 << 40 if resident else 0
@@ -135,10 +135,10 @@ def _cut_for_cpu(monkeypatch, resident):
     assert hasattr(rows, "_ADDED_ELEMENTS")
     monkeypatch.setattr(rows, "_ADDED_ELEMENTS", 8)
     for module in (transform, backward, double_backward):
-        monkeypatch.setattr(module, "STREAMING_BYTES", 0)
+        monkeypatch.setattr(module, "STREAMING_BYTES", 0 if streaming else 1 << 40)
 
 
-def _cut_for_cuda(monkeypatch, resident):
+def _cut_for_cuda(monkeypatch, resident, _streaming):
     from cunorm.cuda import launch
 
     if not resident:
@@ -150,7 +150,8 @@ def _cut_for_cuda(monkeypatch, resident):
 def small_pieces(monkeypatch, backend):
     """Cut arrays into pieces so small that little ones take every path of large ones.
 
-    Called with what to change: `resident` whether channels stay near the cache.
+    Called with what to change: `resident`, whether channels stay near the cache; `streaming`,
+    whether outputs pass the caches of a CPU.
     """
     from cunorm.cpu import backward, double_backward, plan, transform
     from cunorm.cuda import launch
@@ -159,8 +160,8 @@ def small_pieces(monkeypatch, backend):
     for module in (plan, transform, backward, double_backward):
         caches += [f for f in vars(module).values() if hasattr(f, "cache_clear")]
 
-    def cut(resident: bool) -> None:
-        (_cut_for_cpu if backend == "cpu" else _cut_for_cuda)(monkeypatch, resident)
+    def cut(resident: bool, streaming: bool = True) -> None:
+        (_cut_for_cpu if backend == "cpu" else _cut_for_cuda)(monkeypatch, resident, streaming)
         for function in caches:
             function.cache_clear()
 

@@ -116,20 +116,22 @@ def test_training_in_four_blocks(rng, sample, dtype):
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
-def test_training_in_small_pieces(rng, small_pieces, shape, axis, dtype, resident):
-    """Every way of cutting an array gives the right numbers, also in place."""
+def test_training_in_small_pieces(rng, small_pieces, backend, shape, axis, dtype, resident):
+    """Every way of cutting an array gives the right numbers, also in place, streamed or not."""
     small_pieces(resident)
     x, dy = draw(rng, shape, dtype), rng.standard_normal(shape).astype(dtype)
     accumulator = np.float64 if dtype == np.float64 else np.float32
     weight = rng.standard_normal(shape[axis]).astype(accumulator)
-    _, saved = check_forward(x, weight, None, axis)
+    y, saved = check_forward(x, weight, None, axis)
     dx = check_backward(dy, x, saved, weight, axis)
-    in_place = dy.copy()
-    cunorm.batch_norm_backward(in_place, x, saved, weight, out=in_place)
-    np.testing.assert_array_equal(in_place, dx)
-    y = cunorm.batch_norm_forward(x, weight, channel_axis=axis)[0]
-    cunorm.batch_norm_forward(x, weight, channel_axis=axis, out=x)
-    np.testing.assert_array_equal(x, y)
+    for streaming in (True, False) if backend == "cpu" else (True,):
+        small_pieces(resident, streaming)
+        in_place = dy.copy()
+        cunorm.batch_norm_backward(in_place, x, saved, weight, out=in_place)
+        np.testing.assert_array_equal(in_place, dx)
+        in_place = x.copy()
+        cunorm.batch_norm_forward(in_place, weight, channel_axis=axis, out=in_place)
+        np.testing.assert_array_equal(in_place, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)

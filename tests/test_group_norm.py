@@ -47,16 +47,20 @@ def test_reference(rng, case, shape, dtype):
 
 
 @pytest.mark.parametrize("resident", [True, False])
-def test_small_pieces(rng, small_pieces, resident):
-    """Every way of cutting an array gives the right numbers, also in place."""
-    small_pieces(resident)
+def test_small_pieces(rng, small_pieces, backend, resident):
+    """Every way of cutting an array gives the right numbers, also in place, streamed or not."""
     for dtype, (case, shape) in itertools.product(DTYPES[:3], CASES):
+        small_pieces(resident)
         x, dy, weight, bias = operands(rng, case, shape, dtype)
         y, saved, dx, *_ = check(case, x, dy, weight, bias)
-        case.backward(dy, x, saved, weight, out=dy)
-        np.testing.assert_array_equal(dy, dx)
-        case.forward(x, weight, bias, out=x)
-        np.testing.assert_array_equal(x, y)
+        for streaming in (True, False) if backend == "cpu" else (True,):
+            small_pieces(resident, streaming)
+            in_place = dy.copy()
+            case.backward(in_place, x, saved, weight, out=in_place)
+            np.testing.assert_array_equal(in_place, dx)
+            in_place = x.copy()
+            case.forward(in_place, weight, bias, out=in_place)
+            np.testing.assert_array_equal(in_place, y)
 
 
 @pytest.mark.parametrize("case", [group(2), instance()], ids=str)

@@ -275,6 +275,7 @@ def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
         ((16, 256, 5, 5), 4, plan.Columns),
         ((64, 256, 7, 7), 4, plan.Runs),  # three vectors and one element
         ((8, 256, 7, 7), 2, plan.Runs),
+        ((64, 256, 6, 6), 4, plan.Columns),  # two vectors and four elements
         ((64, 256, 7, 7), 2, plan.Columns),  # two vectors, a third one and one element
         ((64, 256, 6, 8), 2, plan.Runs),  # two vectors and a third one
         ((8, 256, 6, 6), 2, plan.Columns),  # two and four elements

@@ -114,9 +114,25 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
         np.testing.assert_array_equal(streamed, plain)
 
 
+@pytest.fixture
+def fresh_plans():
+    """Forgets what has been planned, when called and at the end."""
+
+    def forget():
+        for cached in (plan.stretches, transform._given, transform._fused, backward._fused):
+            cached.cache_clear()
+
+    yield forget
+    forget()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(40, 7, 32), (17, 9, 33), (16, 5, 100), (33, 4, 8, 8)])
-def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypatch, shape, dtype):
+@pytest.mark.parametrize(
+    "shape", [(40, 7, 32), (17, 9, 33), (16, 5, 100), (33, 4, 8, 8), (20, 150, 32)]
+)
+def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(
+    rng, monkeypatch, fresh_plans, shape, dtype
+):
     """Blocks are written position by position, or run by run; or runs when all is summed."""
     dy, x = rng.standard_normal((2, *shape)).astype(dtype)
     weight, bias = rng.standard_normal((2, shape[1])).astype("f8" if dtype == "float64" else "f4")
@@ -125,23 +141,19 @@ def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypat
     for least, runs in ((0, plan._whole_runs), (1 << 40, plan._whole_runs), (0, lambda *_: None)):
         monkeypatch.setattr(plan, "_APART_BYTES", least)
         monkeypatch.setattr(plan, "_whole_runs", runs)
-        for module in (transform, backward):
-            module._fused.cache_clear()
-        transform._given.cache_clear()
+        fresh_plans()
         running = np.zeros_like(weight), np.ones_like(bias)
         y, saved = cunorm.batch_norm_forward(x, weight, bias, *running)
         gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
         results.append((y, saved.mean, saved.inv_std, *running, *gradients))
         forward = transform._fused(geometry, x.dtype, True, threads, False)
         plans.append((forward, backward._fused(geometry, x.itemsize, True, threads, False)))
-    for module in (transform, backward):
-        module._fused.cache_clear()
-    transform._given.cache_clear()
     assert plans[0][0].kernel is plans[0][1] is None
-    for by_runs, (forward, (kernel, _, last)) in zip((True, False), plans[1:], strict=True):
+    for by_runs, (forward, (kernel, tasks, last)) in zip((True, False), plans[1:], strict=True):
         assert forward.kernel is transform._normalize_columns
         assert kernel is backward._backward_columns
         assert forward.numbers[-1] == last[-1] == by_runs
+        assert (min(tasks, forward.tasks) > 1) == (shape[1] == 150)
     for others in results[1:]:
         for first, other in zip(results[0], others, strict=True):
             np.testing.assert_array_equal(other, first)
@@ -150,13 +162,12 @@ def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(rng, monkeypat
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(40, 70, 33), (9, 1, 4096), (1, 900, 100), (5, 301, 64)])
 def test_runs_have_the_same_bits_in_several_threads_and_streamed(
-    rng, monkeypatch, threads, shape, dtype
+    rng, monkeypatch, threads, fresh_plans, shape, dtype
 ):
-    """Tasks of 1 KB begin and end in the middle of a sample's channels."""
+    """Tasks are so small that, but for a single channel, they begin and end within a sample."""
     monkeypatch.setattr(pool, "_BYTES_PER_LISTENER", 1 << 10)
     monkeypatch.setattr(plan, "_TASK_BYTES", 1 << 10)
-    for cached in (plan.stretches, transform._given):
-        cached.cache_clear()
+    fresh_plans()
     dy, x = rng.standard_normal((2, *shape)).astype(dtype)
     numbers = rng.uniform(0.5, 2, (6, shape[1])).astype("f8" if dtype == "float64" else "f4")
     mean, var, *sums, weight, bias = numbers
@@ -170,8 +181,6 @@ def test_runs_have_the_same_bits_in_several_threads_and_streamed(
         results.append((y, dx))
     geometry = batch_norm_geometry(shape, 1)
     kernels = [transform._given(geometry, x.dtype, streaming) for streaming in (False, True)]
-    for cached in (plan.stretches, transform._given):
-        cached.cache_clear()
     assert kernels[0].kernel is transform._transform_runs is not kernels[1].kernel
     assert kernels[0].tasks > 3
     for others in results[1:]:
@@ -182,11 +191,14 @@ def test_runs_have_the_same_bits_in_several_threads_and_streamed(
 @pytest.mark.parametrize(
     ("shape", "dtype", "streaming", "apart"),
     [
-        ((128, 256, 32), "float32", False, True),
+        ((96, 256, 32), "float32", False, True),
+        ((95, 256, 32), "float32", False, False),  # less than 3 MB
         ((128, 256, 32), "float16", False, False),  # 2 MB
         ((128, 256, 32), "float32", True, False),
         ((64, 32, 32, 32), "float32", False, False),  # segments
         ((128, 256, 31), "float32", False, False),  # no whole vectors
+        ((128, 256, 126), "float16", False, False),  # nor here
+        ((128, 256, 143), "float16", False, True),  # but these are long
     ],
 )
 def test_columns_that_a_sweep_of_runs_follows(shape, dtype, streaming, apart):
@@ -254,3 +266,30 @@ def test_rounding_to_bfloat16(rng, length):
     np.testing.assert_array_equal(np.isnan(y), np.isnan(values))
     numbers = ~np.isnan(values) & (values != 0)  # 0 + (-0) is 0
     np.testing.assert_array_equal(y[numbers].view(np.int16), expected[numbers].view(np.int16))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)], ids=str)
+def test_arrays_in_any_place_have_the_same_bits(rng, order):
+    """Also an unaligned one, which is copied: in its own order."""
+    shape = (19, 65, 196)
+    values = rng.standard_normal((2, *shape), dtype=np.float32)
+
+    def laid(array, offset):
+        turned = array.transpose(order)
+        room = np.empty(turned.nbytes + 128, np.uint8)
+        first = -room.ctypes.data % 64 + offset
+        copy = np.ndarray(turned.shape, np.float32, room, first)
+        copy[...] = turned
+        return copy.transpose(np.argsort(order))
+
+    results = []
+    for offset in (0, 4, 2):
+        dy, x = (laid(array, offset) for array in values)
+        assert x.flags.aligned == (offset != 2)
+        y, saved = cunorm.batch_norm_forward(x)
+        gradients = cunorm.batch_norm_backward(dy, x, saved)
+        _, *apart = cunorm.batch_norm_backward(dy, x, saved, output_mask=(False, True, True))
+        results.append((*cunorm.batch_norm_statistics(x), y, *saved[:2], *gradients, *apart))
+    for others in results[1:]:
+        for first, other in zip(results[0], others, strict=True):
+            np.testing.assert_array_equal(other, first)

@@ -16,7 +16,6 @@ statistics the last two terms are absent.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 
@@ -49,25 +48,26 @@ from .elements import (
     write_run,
 )
 from .pieces import (
+    block_runs,
+    column_runs,
     columns_chunk,
     columns_chunks,
     columns_part,
     columns_piece,
     divide,
-    each_run,
-    runs_of_block,
-    runs_of_rows,
     runs_row,
     segments_chunk,
     segments_chunks,
     segments_start,
     spread,
+    task_runs,
 )
 from .plan import (
     Columns,
     Rows,
     Runs,
     Segments,
+    by_runs,
     gradient_plan,
     plan,
     stays_near,
@@ -302,7 +302,7 @@ def _take_shares(x, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, coeffi
 @device_function
 def _write_gradient(start, end, channel, dy, x, dx, mean, scales, slopes, offsets):
     scale, slope = load_scratch(scales, channel), load_scratch(slopes, channel)
-    numbers = (dy, x, load(mean, channel), scale, slope, load_scratch(offsets, channel))
+    numbers = (dy, x, load_scratch(mean, channel), scale, slope, load_scratch(offsets, channel))
     write_run(dx, start, end, _gradient, numbers)
 
 
@@ -315,7 +315,7 @@ def _gradient_runs(
     arguments = (dy, x, dx, mean, coefficients[0], coefficients[1], coefficients[2])
     task = last_task(board, me)
     while task >= 0:
-        each_run(task, runs, total, group, inner, _write_gradient, arguments)
+        task_runs(task, runs, total, group, inner, _write_gradient, arguments)
         task = last_task(board, me)
 
 
@@ -378,7 +378,7 @@ def _backward_segments(
             flush(dx, staged, end, stage)
         else:
             known = (dy, x, dx, means, scales, slopes, offsets)
-            runs_of_block(starts, last - first, outer, group * inner, inner, _write_gradient, known)
+            block_runs(starts, last - first, outer, group * inner, inner, _write_gradient, known)
         task = next_task(board, me)
 
 
@@ -675,11 +675,11 @@ def _gradient_columns(
 def _backward_columns(
     board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, dweight, streaming,
     /, members, parameters, batch, outer, group, inner,
-    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels, by_runs,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels, runs,
 ):  # fmt: skip
     """A task is one block of whole channels; see `_write_dweight`.
 
-    If `by_runs`, a channel's runs are written as in `_gradient_runs`.
+    `runs`: whether it is written run by run.
     """
     most = fold * block_channels * inner
     blocks, totals = scratch(x, (8, most + LINE_ELEMENTS)), np.empty((2, most))
@@ -717,7 +717,7 @@ def _backward_columns(
                 sum_dy, sum_dy_xmu,
             )  # fmt: skip
         _write_dweight(first, first + channels * members, members, inv_std, sum_dy_xmu, dweight)
-        copies, extent = (1, 1) if by_runs else (fold, inner)
+        copies, extent = (1, 1) if runs else (fold, inner)
         _spread_scales(
             x, statistic, channels, members, parameters, copies, extent, inv_std, weight,
             block_scale,
@@ -726,12 +726,11 @@ def _backward_columns(
             x, statistic, channels, members, parameters, copies, extent, residual, inv_std, weight,
             sum_dy, sum_dy_xmu, np.float64(outer * inner), block_slope, block_offset,
         )  # fmt: skip
-        if by_runs:
+        if runs:
             _spread_means(statistic, channels, 1, 1, mean, block_mean)
             known = (dy, x, dx, block_mean, block_scale, block_slope, block_offset)
-            runs_of_rows(
-                start, group * inner, fold * rows + tail_rows, channels, inner, _write_gradient,
-                known,
+            column_runs(
+                start, channels, outer, group * inner, inner, _write_gradient, known,
             )  # fmt: skip
         else:
             _columns_gradient(
@@ -797,12 +796,12 @@ def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int, stre
     cut = plan(geometry, itemsize, 2, centered)
     if isinstance(cut, Rows) or not stays_near(cut, threads):
         return None
-    sweep = gradient_plan(geometry, itemsize, streaming)
-    if sweeps_apart(cut, sweep, geometry.size * itemsize):
+    runs = by_runs(geometry, itemsize, cut, streaming)
+    if sweeps_apart(geometry, itemsize, runs):
         return None
     arguments = (*_extents(cut, geometry), *cut.arguments)
     if isinstance(cut, Columns):
-        arguments = (*arguments, isinstance(sweep, Runs))
+        arguments = (*arguments, runs)
     last = numbers(*arguments)
     return _BACKWARD[type(cut)], cut.resident_tasks, last
 
@@ -906,18 +905,19 @@ def input_gradient(
     given = [optional(array, dtype) for array in (mean, residual, inv_std)]
     sums = [optional(array, dtype) for array in (sum_dy, sum_dy_xmu)]
     arguments = [*given, parameter(weight, dtype), *sums, float(count)]
-    how: Any = streaming
     cut = gradient_plan(geometry, x.itemsize, streaming)
-    if isinstance(cut, Runs):  # which streams nothing
+    if isinstance(cut, Runs):
         kernel, tasks, last = _gradient_runs, cut.tasks, numbers(*cut.arguments)
-        how = np.empty((3, geometry.statistics), dtype)
-    elif isinstance(cut, Segments):
+        arguments.append(np.empty((3, geometry.statistics), dtype))
+    else:
+        arguments.append(streaming)
+    if isinstance(cut, Segments):
         tasks, stretch = stretches(geometry, x.itemsize)
         kernel, last = _gradient_segments, numbers(*geometry, stretch)
-    else:
+    elif isinstance(cut, Columns):
         last = numbers(*_extents(cut, geometry), *cut.arguments)
         kernel, tasks = _gradient_columns, cut.tasks
-    run(kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), *arguments, how, last)
+    run(kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), *arguments, last)
 
 
 def backward(

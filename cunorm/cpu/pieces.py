@@ -57,7 +57,7 @@ def runs_row(element, outer, group, inner, parameters):
 
 
 @device_function
-def each_run(task, runs, total, group, inner, write, arguments):
+def task_runs(task, runs, total, group, inner, write, arguments):
     """Call ``write(start, end, channel, *arguments)`` for a task's runs, `runs` of all `total`."""
     run, end = task * runs, min(total, (task + 1) * runs)
     channel = run % group
@@ -70,29 +70,15 @@ def each_run(task, runs, total, group, inner, write, arguments):
 
 
 @device_function
-def runs_of_block(starts, channels, rows, stride, inner, write, arguments):
-    """Call `write`, as `each_run` does, for `rows` runs of each of some channels in turns.
+def block_runs(starts, channels, rows, stride, inner, write, arguments):
+    """Call ``write(start, end, i, *arguments)`` for the runs of a block's channels, in turns.
 
-    Those of channel i lie `stride` apart, from `starts[i]` on.
+    Those of the i'th channel are `rows` and lie `stride` apart, from `starts[i]` on.
     """
     for row in range(rows):
         for i in range(channels):
             start = starts[i] + row * stride
             write(start, start + inner, i, *arguments)
-
-
-@device_function
-def runs_of_rows(start, stride, rows, channels, inner, write, arguments):
-    """The same for channels side by side, the first of which begins at `start`.
-
-    Faster than to look up where each begins.
-    """
-    for row in range(rows):
-        begin = start + row * stride
-        for channel in range(channels):
-            end = begin + inner
-            write(begin, end, channel, *arguments)
-            begin = end
 
 
 # --- columns: folded rows of positions, in blocks of channels -----------------
@@ -115,6 +101,20 @@ def columns_piece(
     height, tail = columns_part(part, rows, tail_rows, part_rows, parts)
     start = entry * outer * group * inner + g * inner + part * part_rows * fold * group * inner
     return entry * group + g, min(block_channels, group - g), part, start, height, tail
+
+
+@device_function
+def column_runs(start, channels, rows, stride, inner, write, arguments):
+    """`block_runs` for neighbouring channels, the first of which begins at `start`.
+
+    To look up where each begins would take longer.
+    """
+    for row in range(rows):
+        begin = start + row * stride
+        for i in range(channels):
+            end = begin + inner
+            write(begin, end, i, *arguments)
+            begin = end
 
 
 @device_function

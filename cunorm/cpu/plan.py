@@ -16,7 +16,8 @@ few elements, or with every one: layer norm. A row is vectorized along itself, b
 the parameters.
 
 *Runs* serve a sweep that sums nothing and whose output stays near: whole runs of single
-channels, each vectorized along itself, in memory order.
+channels, each vectorized along itself, in memory order. Blocks of columns whose output
+stays near are written by such runs, too, once they are summed.
 
 Either way the data that is summed is cut three times, and nothing of it depends on the number
 of threads, so neither do the bits of the result (a *block* of segments, whose
@@ -66,11 +67,12 @@ _SHORT_VECTORS = not get_host_cpu_features().get("avx512f", False)
 _TRANSFORMED_RUN = 64
 _FEW_POSITIONS, _ROWS_OF_FEW = 2048, 64
 
-# Where the output of such a sweep stays near, numbers of channels are worked out beforehand, and
-# runs pay from a vector's length on, or _SHORT_RUN if there are many rows; but what is left of a
-# run behind its last vector, one element after another, should be a small part, if there are many
-# rows or of half types, which go by two vectors: those of many rows should leave no more than a
-# third behind these. Measured on Zen 3.
+# Where nothing is streamed, numbers of channels are worked out beforehand, and runs pay in place
+# of columns from a vector's length on, or _SHORT_RUN if there are many rows. What is left of a run
+# behind its last vector is written one element after another: if there are many rows, or of half
+# types, it may be 1/16 of the run; of half types and many rows no more than a third may be left
+# behind the last two vectors, too. Runs so long that a sweep takes them as segments anyway may
+# leave what they like. Measured on Zen 3.
 # Longer runs are cut; and of more channels the caller is not to work out numbers all alone.
 _VECTOR = 16
 _LONGEST_RUN = 4096
@@ -427,6 +429,7 @@ def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Row
         whole = whole or few
     elif not few:
         whole = whole and inner % (2 * _VECTOR) * 3 <= inner
+    whole = whole or inner >= _MIDDLING_RUN[0]
     pays = isinstance(cut, Segments) or (long and whole)
     single = batch == members == 1 and group <= _MOST_CHANNELS
     if not single or inner > _LONGEST_RUN or not pays:
@@ -439,7 +442,7 @@ def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Row
 def transform_plan(
     geometry: Geometry, itemsize: int, streaming: bool
 ) -> Segments | Columns | Rows | Runs:
-    """Plan for one sweep that sums nothing."""
+    """Plan for one sweep that sums nothing; `streaming`, if its output passes the caches."""
     cut = plan(geometry, itemsize, 0)
     if not streaming and (runs := _whole_runs(geometry, itemsize, cut)):
         return runs
@@ -452,7 +455,7 @@ def transform_plan(
 
 
 def gradient_plan(geometry: Geometry, itemsize: int, streaming: bool) -> Segments | Columns | Runs:
-    """Plan for dx from sums that are known."""
+    """Plan for dx from sums that are known; `streaming`, if it passes the caches."""
     cut = plan(geometry, itemsize, 2)
     assert not isinstance(cut, Rows)
     if not streaming and (runs := _whole_runs(geometry, itemsize, cut)):
@@ -460,9 +463,18 @@ def gradient_plan(geometry: Geometry, itemsize: int, streaming: bool) -> Segment
     return cut
 
 
-def sweeps_apart(cut: Segments | Columns, sweep: tuple[int, ...], nbytes: int) -> bool:
-    """Whether to sum all of an x of `nbytes` first, though what is `cut` would stay near."""
-    return isinstance(cut, Columns) and isinstance(sweep, Runs) and nbytes >= _APART_BYTES
+def by_runs(
+    geometry: Geometry, itemsize: int, cut: Segments | Columns | Rows, streaming: bool
+) -> bool:
+    """Whether, once columns are summed, whole runs are written rather than rows of positions."""
+    if streaming or not isinstance(cut, Columns):
+        return False
+    return _whole_runs(geometry, itemsize, cut) is not None
+
+
+def sweeps_apart(geometry: Geometry, itemsize: int, runs: bool) -> bool:
+    """Whether to sum all of x before anything is written, if that is done `by_runs`."""
+    return runs and geometry.size * itemsize >= _APART_BYTES
 
 
 def statistics_plan(geometry: Geometry, itemsize: int) -> Segments | Columns:

@@ -38,20 +38,21 @@ from .elements import (
 )
 from .memory import last_level_cache
 from .pieces import (
+    block_runs,
+    column_runs,
     columns_part,
     columns_piece,
     divide,
-    each_run,
-    runs_of_block,
-    runs_of_rows,
     runs_row,
     segments_start,
+    task_runs,
 )
 from .plan import (
     Columns,
     Rows,
     Runs,
     Segments,
+    by_runs,
     plan,
     statistics_plan,
     stays_near,
@@ -145,7 +146,7 @@ def _transform_runs(
     arguments = (x, y, statistics[0], coefficients[0], coefficients[1])
     task = last_task(board, me)
     while task >= 0:
-        each_run(task, runs, total, group, inner, _write_transformed, arguments)
+        task_runs(task, runs, total, group, inner, _write_transformed, arguments)
         task = last_task(board, me)
 
 
@@ -245,7 +246,7 @@ def _normalize_segments(
             flush(y, staged, end, stage)
         else:
             known = (x, y, means, scales, shifts)
-            runs_of_block(starts, channels, outer, stride, length, _write_transformed, known)
+            block_runs(starts, channels, outer, stride, length, _write_transformed, known)
         task = next_task(board, me)
 
 
@@ -355,11 +356,11 @@ def _transform_columns(
 def _normalize_columns(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
     streaming, /, members, parameters, batch, outer, group, inner,
-    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels, by_runs,
+    fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels, runs,
 ):  # fmt: skip
     """A task is one block of whole channels; `statistics` gets what `save` writes.
 
-    If `by_runs`, a channel's runs are written as in `_transform_runs`.
+    `runs`: whether it is written run by run.
     """
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     most = fold * block_channels * inner
@@ -394,19 +395,17 @@ def _normalize_columns(
                 statistics, statistic + channel,
                 moments[channel, 0], moments[channel, 1], moments[channel, 2], eps,
             )  # fmt: skip
-            blend_running(
-                statistics, statistic + channel, running_mean, running_var, bessel, factor
-            )
-        copies, extent = (1, 1) if by_runs else (fold, inner)
+        for s in range(statistic, statistic + channels):
+            blend_running(statistics, s, running_mean, running_var, bessel, factor)
+        copies, extent = (1, 1) if runs else (fold, inner)
         _spread(
             x, statistic, channels, members, parameters, copies, extent, mean, residual, inv_std,
             weight, bias, block_mean, block_scale, block_shift,
         )  # fmt: skip
-        if by_runs:
+        if runs:
             known = (x, y, block_mean, block_scale, block_shift)
-            runs_of_rows(
-                start, group * inner, fold * rows + tail_rows, channels, inner, _write_transformed,
-                known,
+            column_runs(
+                start, channels, outer, group * inner, inner, _write_transformed, known,
             )  # fmt: skip
         else:
             columns_transform(
@@ -455,7 +454,7 @@ def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
 
 @lru_cache(maxsize=1024)
 def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
-    """To transform x of this dtype with given statistics."""
+    """To transform x of this dtype with given statistics; `streaming`, if past the caches."""
     cut = transform_plan(geometry, dtype.itemsize, streaming)
     arguments: tuple[int, ...]
     if isinstance(cut, Runs):
@@ -471,7 +470,8 @@ def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
     else:
         kernel, tasks = _transform_columns, cut.tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
-    return _call(geometry, dtype, 5 if isinstance(cut, Runs) else 3)._replace(
+    number = 5 if isinstance(cut, Runs) else 3  # the last two are for `_take_coefficients`
+    return _call(geometry, dtype, number)._replace(
         kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
 
@@ -481,7 +481,7 @@ def _fused(
     geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, streaming: bool
 ) -> _Call:
     """To normalize whole statistics while they are near; no kernel if that is not to be."""
-    apart = _call(geometry, dtype, 6)
+    apart = _call(geometry, dtype, 6)  # the last two are for `_take_coefficients`
     cut = plan(geometry, dtype.itemsize, 1, centered)
     if isinstance(cut, Rows):
         if not cut.resident:
@@ -490,14 +490,13 @@ def _fused(
         arguments = (centered, *row_extents(geometry), *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
-        sweep = transform_plan(geometry, dtype.itemsize, streaming)
-        nbytes = geometry.size * dtype.itemsize
-        if not stays_near(merged, threads) or sweeps_apart(merged, sweep, nbytes):
+        runs = by_runs(geometry, dtype.itemsize, merged, streaming)
+        if not stays_near(merged, threads) or sweeps_apart(geometry, dtype.itemsize, runs):
             return apart
         kernel, tasks = _NORMALIZE[type(merged)], merged.resident_tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
         if isinstance(merged, Columns):
-            arguments = (*arguments, isinstance(sweep, Runs))
+            arguments = (*arguments, runs)
     return _call(geometry, dtype, 4)._replace(
         kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
     )
@@ -521,12 +520,12 @@ def _transform(
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
     _, _, nbytes, kernel, _, tasks, last = call
     weight, bias = _parameters(call, x, weight, bias, geometry)
-    how: Any = nbytes > STREAMING_BYTES
-    if kernel is _transform_runs:  # which streams nothing
-        how = statistics[-2:]  # room for coefficients, allocated with the others
+    last_ones: tuple[Any, Any] = nbytes > STREAMING_BYTES, last
+    if kernel is _transform_runs:  # which streams nothing, but needs room for coefficients
+        last_ones = statistics[-2:], last
     run(
         kernel, tasks, nbytes, x.ravel(), out.ravel(), given_mean, given_var, eps, statistics,
-        weight, bias, how, last,
+        weight, bias, *last_ones,
     )  # fmt: skip
 
 
