@@ -71,3 +71,35 @@ def test_same_bits_of_given_statistics(rng, dtype):
         return cunorm.batch_norm_forward(x, weight, bias, mean, var, training=False)
 
     check(forward, cunorm.batch_norm_backward, x, dy, weight, bias)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("shape", [(5, 4, 6), (5, 4, 40), (40, 4)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_same_bits_of_converted_parameters(rng, dtype, shape, training):
+    """What comes in other types, or apart in memory, right after usual calls."""
+    x = draw(rng, shape, dtype)
+    weight, bias, mean, var = rng.uniform(0.5, 2.0, (4, 4)).astype(accumulator(dtype))
+    calls = []
+    for change in (np.copy, apart, lambda one: one.astype(np.float64), np.copy):
+        for w, b in ((weight, bias), (None, bias), (weight, None), (None, None)):
+            parameters = [None if one is None else change(one) for one in (w, b, mean, var)]
+            y, saved = cunorm.batch_norm_forward(x, *parameters, training=training)
+            calls.append((y, *saved[:3], *parameters[2:]))
+    usual, strided, double, usual_again = (calls[i : i + 4] for i in range(0, 16, 4))
+    for results, *others in zip(usual, strided, usual_again, strict=True):
+        for other in others:
+            for one, two in zip(results, other, strict=True):
+                same(one, two)
+    for results, others in zip(usual, double, strict=True):
+        for one, two in zip(results[:4], others[:4], strict=True):
+            same(one, two)
+        for one, two in zip(results[4:], others[4:], strict=True):  # rounded after every step
+            assert two.dtype == np.float64
+            np.testing.assert_allclose(one, two, rtol=np.finfo(one.dtype).eps)
+    assert (calls[0][4].tobytes() == mean.tobytes()) == (not training)
+
+
+def apart(array):
+    """The same values, each with one between it and the next."""
+    return np.repeat(array, 2)[::2]

@@ -38,7 +38,7 @@ from .entry import keep
 from .tasks import ASLEEP, MOVED, NATIVE, NOBODY, SLEEPS, STATE, ring, serve
 from .threads import MOST_THREADS, get_num_threads
 
-__all__ = ["run"]
+__all__ = ["is_brief", "run"]
 
 # Waking a thread takes 50 to 100 us, as long as one thread takes for about this much; to be heard
 # by one that listens takes less than one.
@@ -149,6 +149,11 @@ def _pool_of(threads: int) -> _Pool | None:
         return _pool
     finally:
         lock.release()
+
+
+def is_brief(nbytes: int) -> bool:
+    """Whether a call is over too soon for a second thread."""
+    return nbytes < 2 * _BYTES_PER_LISTENER
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:

@@ -74,7 +74,8 @@ def parameter(array, dtype, offset=0.0, times=1, dealt=False):
     """
     if array is None:
         return NONE[dtype]
-    plain = array.flags.c_contiguous and array.flags.aligned
+    flags = array.flags
+    plain = flags.c_contiguous and flags.aligned
     if array.dtype is dtype and plain and not (offset or dealt):  # as a rule
         return array if times == 1 else array.repeat(times)
     size = array.size * times

@@ -60,7 +60,7 @@ from .plan import (
     sweeps_apart,
     transform_plan,
 )
-from .pool import run
+from .pool import is_brief, run
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
     NONE,
@@ -444,6 +444,19 @@ class _Call(NamedTuple):
     rows: bool = False  # whether it takes parameters as rows do
     tasks: int = 0
     numbers: Any = None
+    brief: bool = False  # whether to try the kernel's entry on the arguments as they are
+
+
+def _with_kernel(call: _Call, kernel: Any, rows: bool, tasks: int, arguments: Any) -> _Call:
+    """The call with the kernel that it is of.
+
+    To see whether arguments have to be converted takes as long as all else of a small array: its
+    kernel's entry, which refuses those of other types, is tried first.
+    """
+    brief = not rows and is_brief(call.nbytes)
+    return call._replace(
+        kernel=kernel, rows=rows, tasks=tasks, numbers=numbers(*arguments), brief=brief
+    )
 
 
 def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
@@ -471,9 +484,8 @@ def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
         kernel, tasks = _transform_columns, cut.tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
     number = 5 if isinstance(cut, Runs) else 3  # the last two are for `_take_coefficients`
-    return _call(geometry, dtype, number)._replace(
-        kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
-    )
+    call = _call(geometry, dtype, number)
+    return _with_kernel(call, kernel, isinstance(cut, Rows), tasks, arguments)
 
 
 @lru_cache(maxsize=1024)
@@ -497,9 +509,8 @@ def _fused(
         arguments = (*geometry[4:], *geometry.merged()[:4], *merged.arguments)
         if isinstance(merged, Columns):
             arguments = (*arguments, runs)
-    return _call(geometry, dtype, 4)._replace(
-        kernel=kernel, rows=isinstance(cut, Rows), tasks=tasks, numbers=numbers(*arguments)
-    )
+    call = _call(geometry, dtype, 4)
+    return _with_kernel(call, kernel, isinstance(cut, Rows), tasks, arguments)
 
 
 def _parameters(call: _Call, x, weight, bias, geometry: Geometry):
@@ -518,7 +529,7 @@ def _transform(
     call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out
 ):
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
-    _, _, nbytes, kernel, _, tasks, last = call
+    _, _, nbytes, kernel, _, tasks, last, _ = call
     weight, bias = _parameters(call, x, weight, bias, geometry)
     last_ones: tuple[Any, Any] = nbytes > STREAMING_BYTES, last
     if kernel is _transform_runs:  # which streams nothing, but needs room for coefficients
@@ -552,8 +563,17 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     one array, in the accumulator type.
     """
     call = _given(geometry, x.dtype, 2 * x.nbytes > STREAMING_BYTES)
-    dtype = call.dtype
-    statistics = np.empty(call.statistics, dtype)
+    shape, dtype, nbytes, kernel, _, tasks, last, brief = call
+    statistics = np.empty(shape, dtype)
+    if brief:
+        none = NONE[dtype]
+        done = kernel.entry(
+            0, -1, tasks, x.ravel(), out.ravel(), running_mean, running_var, eps, statistics,
+            none if weight is None else weight, none if bias is None else bias,
+            statistics[-2:] if kernel is _transform_runs else nbytes > STREAMING_BYTES, last,
+        )  # fmt: skip
+        if done is not NotImplemented:
+            return statistics
     mean, var = running_mean, running_var
     if not (mean.dtype is var.dtype is dtype and mean.flags.carray and var.flags.carray):
         # By a kernel of its own: large ones need not be compiled for more than one type of these.
@@ -576,12 +596,23 @@ def normalize(
     """
     streaming = 2 * x.nbytes > STREAMING_BYTES
     call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)
-    shape, dtype, nbytes, kernel, _, tasks, last = call
+    shape, dtype, nbytes, kernel, _, tasks, last, brief = call
     statistics = np.empty(shape, dtype)
+    none = NONE[dtype]
+    if brief and not weight_offset:
+        done = kernel.entry(
+            0, -1, tasks, x.ravel(), out.ravel(),
+            none if weight is None else weight, none if bias is None else bias,
+            none if running_mean is None else running_mean,
+            none if running_var is None else running_var,
+            eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
+        )  # fmt: skip
+        if done is not NotImplemented:
+            return statistics
     if weight_offset and weight is not None:
         weight = parameter(weight, dtype, weight_offset)
     # Running statistics of the accumulator type are blended where the batch's are saved.
-    mean = var = none = NONE[dtype]
+    mean = var = none
     if running_mean is not None and running_mean.dtype is dtype and running_mean.flags.carray:
         mean = running_mean
     if running_var is not None and running_var.dtype is dtype and running_var.flags.carray:
