@@ -7,6 +7,7 @@ import pytest
 from cases import DTYPES, accumulator, draw, group, instance, layer, rms
 
 import cunorm
+from cunorm.cpu import transform
 
 pytestmark = pytest.mark.cpu
 
@@ -74,7 +75,7 @@ def test_same_bits_of_given_statistics(rng, dtype):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("shape", [(5, 4, 6), (5, 4, 40), (40, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 4, 6), (5, 4, 40), (5, 4, 64), (40, 4)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 def test_same_bits_of_converted_parameters(rng, dtype, shape, training):
     """What comes in other types, or apart in memory, right after usual calls."""
@@ -98,6 +99,36 @@ def test_same_bits_of_converted_parameters(rng, dtype, shape, training):
             assert two.dtype == np.float64
             np.testing.assert_allclose(one, two, rtol=np.finfo(one.dtype).eps)
     assert (calls[0][4].tobytes() == mean.tobytes()) == (not training)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_small_usual_calls_go_to_the_entry(rng, monkeypatch, dtype, training):
+    """What has to be converted, and what is worth several threads, does not."""
+    x, large = draw(rng, (5, 4, 64), dtype), draw(rng, (64, 4, 1024), dtype)
+    parameters = rng.uniform(0.5, 2.0, (4, 4)).astype(accumulator(dtype))
+
+    def forward(x, parameters):
+        return cunorm.batch_norm_forward(x, *map(np.copy, parameters), training=training)
+
+    def strided(x, parameters):
+        return cunorm.batch_norm_forward(x, *map(apart, parameters), training=training)
+
+    y, saved = forward(x, parameters)  # which compiles
+    strided(x, parameters)
+    forward(large, parameters)
+    ran = []
+    run = transform.run
+    monkeypatch.setattr(transform, "run", lambda *arguments: ran.append(run(*arguments)))
+    again, saved_again = forward(x, parameters)
+    assert not ran
+    same(again, y)
+    for one, other in zip(saved, saved_again, strict=True):
+        same(one, other)
+    strided(x, parameters)
+    assert len(ran) == 1
+    forward(large, parameters)
+    assert len(ran) > 1
 
 
 def apart(array):

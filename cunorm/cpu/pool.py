@@ -158,13 +158,12 @@ def is_brief(nbytes: int) -> bool:
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
     """Call a shared kernel in as many threads as ``nbytes`` keep busy."""
-    threads = nbytes // _BYTES_PER_LISTENER
-    if threads > 1 and tasks > 1 and (most := get_num_threads()) > 1:
+    if tasks > 1 and not is_brief(nbytes) and (most := get_num_threads()) > 1:
         pool = _pool
         if pool is None or pool.threads < most:
             pool = _pool_of(most)
         if pool is not None:
-            threads = min(most, tasks, threads, pool.size)
+            threads = min(most, tasks, nbytes // _BYTES_PER_LISTENER, pool.size)
             pool.wake(threads, nbytes)
             kernel(pool.address, -threads, tasks, *arguments)
             pool.last = time.monotonic()

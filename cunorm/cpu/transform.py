@@ -444,15 +444,13 @@ class _Call(NamedTuple):
     rows: bool = False  # whether it takes parameters as rows do
     tasks: int = 0
     numbers: Any = None
-    brief: bool = False  # whether to try the kernel's entry on the arguments as they are
+    # Whether to try the kernel's entry on the arguments as they are, and to look for what has to be
+    # converted, which takes a fifth of a small call, only when that refuses.
+    brief: bool = False
 
 
 def _with_kernel(call: _Call, kernel: Any, rows: bool, tasks: int, arguments: Any) -> _Call:
-    """The call with the kernel that it is of.
-
-    To see whether arguments have to be converted takes as long as all else of a small array: its
-    kernel's entry, which refuses those of other types, is tried first.
-    """
+    """The call, with its kernel and what that is given last."""
     brief = not rows and is_brief(call.nbytes)
     return call._replace(
         kernel=kernel, rows=rows, tasks=tasks, numbers=numbers(*arguments), brief=brief
@@ -599,7 +597,9 @@ def normalize(
     shape, dtype, nbytes, kernel, _, tasks, last, brief = call
     statistics = np.empty(shape, dtype)
     none = NONE[dtype]
-    if brief and not weight_offset:
+    if weight_offset and weight is not None:
+        weight = parameter(weight, dtype, weight_offset)
+    if brief:
         done = kernel.entry(
             0, -1, tasks, x.ravel(), out.ravel(),
             none if weight is None else weight, none if bias is None else bias,
@@ -609,8 +609,6 @@ def normalize(
         )  # fmt: skip
         if done is not NotImplemented:
             return statistics
-    if weight_offset and weight is not None:
-        weight = parameter(weight, dtype, weight_offset)
     # Running statistics of the accumulator type are blended where the batch's are saved.
     mean = var = none
     if running_mean is not None and running_mean.dtype is dtype and running_mean.flags.carray:
