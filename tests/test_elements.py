@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from llvmlite.binding import get_host_cpu_features
 from numba import njit
 
 from cunorm.cpu import elements, pieces
@@ -39,6 +40,25 @@ def test_division_of_numbers():
     for a in (0, 1, 2, 5, 6, 7, 41, 2**40):
         for b in (1, 2, 6, 7, 2**33):
             assert _quotient_and_remainder(a, b) == divmod(a, b)
+
+
+@pytest.mark.parametrize(
+    "kind", [elements.device_function, elements.strict_function], ids=["device", "strict"]
+)
+def test_contraction_is_not_within_strict_functions(kind):
+    """Whatever their caller allows itself: the square of the last bit is lost in rounding."""
+
+    @kind
+    def multiply_add(a, b, c):
+        return a * b + c
+
+    @njit(fastmath={"contract"})
+    def caller(a, b, c):
+        return multiply_add(a, b, c)
+
+    last = 2.0**-30
+    contracts = kind is elements.device_function and get_host_cpu_features().get("fma", False)
+    assert caller(1 + last, 1 + last, -1 - 2 * last) == (last**2 if contracts else 0)
 
 
 @elements.device_function

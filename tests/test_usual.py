@@ -134,3 +134,15 @@ def test_small_usual_calls_go_to_the_entry(rng, monkeypatch, dtype, training):
 def apart(array):
     """The same values, each with one between it and the next."""
     return np.repeat(array, 2)[::2]
+
+
+@pytest.mark.parametrize("change", [np.copy, apart], ids=["dense", "apart"])
+@pytest.mark.parametrize("shape", [(5, 40, 6), (60, 40), (40000, 40)], ids=str)
+def test_running_statistics_are_rounded_after_every_step(rng, shape, change):
+    """To the bits of the formula, in whatever kernel they are: with 40000 rows in one apart."""
+    x, f = rng.standard_normal(shape), 0.1
+    batch, old = np.zeros((2, shape[1])), rng.uniform(0.5, 2.0, (2, shape[1]))
+    running = [change(one) for one in old]
+    cunorm.batch_norm_forward(x, None, None, *batch, exponential_average_factor=1)
+    cunorm.batch_norm_forward(x, None, None, *running, exponential_average_factor=f)
+    np.testing.assert_array_equal(running, old * (1 - f) + batch * f)

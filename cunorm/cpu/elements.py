@@ -73,9 +73,10 @@ _WITHIN = {
 #: too large would count references to every array that they take, in atomic operations.
 device_function = njit(_nrt=False, **_WITHIN, **_OPTIONS)
 
-#: The same without contraction: the same bits whatever code it is compiled into.
-#: Several kernels fold the same partial results and must agree about them.
-strict_function = njit(_nrt=False, nogil=True, error_model="numpy", **_WITHIN)
+#: The same without contraction (to be said: else that of the caller is taken over): the same bits
+#: whatever code it is compiled into. Several kernels fold the same partial results and must
+#: agree about them.
+strict_function = njit(_nrt=False, **_WITHIN, **(_OPTIONS | {"fastmath": False}))
 
 
 def kernel(function, source=None):
