@@ -1,5 +1,8 @@
 """What kernels are made of."""
 
+import platform
+import re
+
 import numpy as np
 import pytest
 from llvmlite.binding import get_host_cpu_features
@@ -59,6 +62,27 @@ def test_contraction_is_not_within_strict_functions(kind):
     last = 2.0**-30
     contracts = kind is elements.device_function and get_host_cpu_features().get("fma", False)
     assert caller(1 + last, 1 + last, -1 - 2 * last) == (last**2 if contracts else 0)
+
+
+@elements.device_function
+def _negated(i, _, x):
+    return -elements.load(x, i)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other instructions")
+@pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "near"])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.float32, np.float64])
+def test_vectors_are_written_past_the_caches(dtype, streaming):
+    """By instructions that do so, if asked; no result tells."""
+
+    @njit(**elements._OPTIONS)
+    def write(x, y):
+        elements.write(y, 0, 0, y.size, streaming, _negated, (x,), 0, 0)
+
+    x, y = np.ones((2, 1000), dtype)
+    write(x, y)
+    (code,) = write.inspect_asm().values()
+    assert bool(re.search(r"\bv?movnt(ps|pd|dq)\b", code)) == streaming
 
 
 @elements.device_function

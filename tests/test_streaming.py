@@ -76,6 +76,39 @@ def test_streamed_outputs_have_the_same_bits(rng, monkeypatch, shape, axis, dtyp
             np.testing.assert_array_equal(streamed, plain)
 
 
+@pytest.mark.parametrize("shape", [(4, 20, 5000), (7000, 60)], ids=["segments", "columns"])
+def test_only_what_is_larger_than_the_limit_is_streamed(rng, monkeypatch, shape):
+    """All arrays of a call together; kernels are told by the last of the booleans they take."""
+    x, dy = rng.standard_normal((2, *shape), np.float32)
+    weight, bias, mean, var = rng.uniform(0.5, 2, (4, shape[1])).astype(np.float32)
+    _, saved_rows = cunorm.layer_norm_forward(x, axis=-1)
+    _, saved = cunorm.batch_norm_forward(x)
+    _, given = cunorm.batch_norm_forward(x, None, None, mean, var, training=False)
+    out = np.empty_like(x)
+    told = []
+
+    def run(kernel, tasks, nbytes, *arguments):
+        told.extend([one for one in arguments if isinstance(one, bool)][-1:])
+        return pool.run(kernel, tasks, nbytes, *arguments)
+
+    for operands, call in (
+        (2, lambda: cunorm.batch_norm_forward(x, weight, bias, out=out)),
+        (2, lambda: cunorm.batch_norm_forward(x, weight, bias, mean, var, training=False, out=out)),
+        (2, lambda: cunorm.scale_shift_forward(x, weight, bias, out=out)),
+        (2, lambda: cunorm.layer_norm_forward(x, axis=-1, out=out)),
+        (3, lambda: cunorm.batch_norm_backward(dy, x, saved, out=out)),
+        (3, lambda: cunorm.batch_norm_backward(dy, x, given, out=out)),
+        (3, lambda: cunorm.layer_norm_backward(dy, x, saved_rows, out=out)),
+    ):
+        for excess in (0, 1):
+            for module in (transform, backward):
+                monkeypatch.setattr(module, "STREAMING_BYTES", operands * x.nbytes - excess)
+                monkeypatch.setattr(module, "run", run)
+            told.clear()
+            call()
+            assert told[-1] == bool(excess)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("channels", [48, 64, 512, 1000, 1024])
 def test_large_columns_have_the_same_bits_wherever_they_lie(rng, channels, dtype):
