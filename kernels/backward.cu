@@ -217,36 +217,3 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
         gradient_of_held(a, work, shelf, 0, last, tile, dy, x, coefficients, weight);
     cluster_wait();
 }
-
-struct AddUpArguments {
-    const Accumulator* gradients;  // dweight and, if there are two planes, dbias of every block
-    Parameter dweight, dbias;
-    long long blocks, planes, parameters;
-};
-
-// dweight and dbias from those of samples, or blocks of them.
-//
-// A block takes 32 parameters, a warp every WARPS-th of their terms, which it adds up in order;
-// the first warp adds up the others' sums in order. Shared memory: these.
-KERNEL add_up(const AddUpArguments a) {
-    SHARED_MEMORY(shared);
-    auto* sums = reinterpret_cast<Sums*>(shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Offset parameters = static_cast<Offset>(a.parameters);
-    const Offset planes = static_cast<Offset>(a.planes);
-    const Offset parameter = static_cast<Offset>(blockIdx.x) * 32 + lane;
-    Sums total = {};
-    if (parameter < parameters) {
-        #pragma unroll 4
-        for (Offset block = warp; block < static_cast<Offset>(a.blocks); block += WARPS) {
-            const Accumulator* place = a.gradients + planes * block * parameters + parameter;
-            total.merge({planes > 1 ? read_last(place + parameters) : 0, read_last(place)});
-        }
-    }
-    sums[threadIdx.x] = total;
-    __syncthreads();
-    if (warp != 0 || parameter >= parameters) return;
-    for (int other = 1; other < WARPS; ++other) total.merge(sums[32 * other + lane]);
-    a.dweight.set(parameter, total.dy_xmu);
-    a.dbias.set(parameter, total.dy);
-}

@@ -53,25 +53,3 @@ KERNEL finish_moments(const FinishMomentsArguments a) {
         write(static_cast<Accumulator*>(a.m2) + statistic, static_cast<Accumulator>(total.m2));
     }
 }
-
-struct UpdateRunningArguments {
-    Parameter running_mean, running_var, mean, var;
-    double scale, factor;
-    long long channels, samples;
-};
-
-// running = running * (1 - factor) + batch * factor, where batch is the average of the samples'
-// statistics: one thread a channel, which adds them up in order.
-KERNEL update_running(const UpdateRunningArguments a) {
-    const Offset channels = static_cast<Offset>(a.channels);
-    const Offset channel = static_cast<Offset>(blockIdx.x) * THREADS + threadIdx.x;
-    if (channel >= channels) return;
-    double mean = 0.0, var = 0.0;
-    for (Offset i = channel; i < channels * static_cast<Offset>(a.samples); i += channels) {
-        mean += a.mean.get(i, 0.0);
-        var += a.var.get(i, 0.0);
-    }
-    const double samples = static_cast<double>(a.samples);
-    a.running_mean.blend(channel, mean / samples, a.factor);
-    a.running_var.blend(channel, var / samples * a.scale, a.factor);
-}

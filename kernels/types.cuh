@@ -91,6 +91,10 @@ __device__ inline bool is_finite(double value) {
     return value - value == 0.0;
 }
 
+__device__ inline bool is_finite(float value) {
+    return value - value == 0.0f;
+}
+
 // What rounding took from a mean, times a factor; 0 where that is nothing, also for inf.
 __device__ inline double times_residual(double residual, double factor) {
     return residual != 0.0 ? residual * factor : 0.0;

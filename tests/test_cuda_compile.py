@@ -6,6 +6,9 @@ A dtype or two of each architecture; with `--thorough` all, which lasts long.
 import nvrtc
 import pytest
 
+from cunorm.checks import statistics_dtype
+from cunorm.cuda import launch
+
 #: Where clusters are missing, their plans are others' again.
 WITHOUT_CLUSTERS = [
     name for name in nvrtc.LAYOUTS if not name.endswith("cluster") and name != "rows, alone"
@@ -35,6 +38,12 @@ def compile_all(architecture, layouts, dtypes, release=13):
                 for file in nvrtc.files_of(layout, operands):
                     made = nvrtc.compile_kernels(file, options, architecture, release)
                     yield layout, dtype, file, options, made
+
+
+def compile_sums(architecture, dtype, release=13):
+    """What adds up over samples, which takes no layout."""
+    how = launch.adding(4096, statistics_dtype(dtype), 1 << 20)
+    return nvrtc.compile_kernels("add_up.cu", how.options, architecture, release)
 
 
 def check(made, layout, dtype, file):
@@ -71,7 +80,16 @@ def test_no_warnings_and_no_spills(architecture, dtype):
     for layout, _, file, _, made in compile_all(architecture, layouts, [dtype]):
         check(made, layout, dtype, file)
         names |= set(made.kernels)
-    assert len(names) == 19
+    made = compile_sums(architecture, dtype)
+    check(made, "sums", dtype, "add_up.cu")
+    assert len(names | set(made.kernels)) == 19
+
+
+def test_sums_over_samples_ask_for_many_at_once():
+    """Before the first of them is waited for, which the first addition does."""
+    code = nvrtc.disassemble(compile_sums(90, nvrtc.DTYPES[2]).cubin)["add_up"]
+    before = code[: code.index("DADD")]
+    assert sum(nvrtc.accesses(before).values()) == 32
 
 
 @each([75, 90, 120], nvrtc.DTYPES[:3], {(75, "float16"), (90, "float32"), (120, "bfloat16")})
@@ -84,6 +102,7 @@ def test_older_compiler(architecture, dtype):
         assert "warning" not in made.log.lower(), made.log
         for name, kernel in made.kernels.items():
             assert kernel.spills == 0, f"{name} of {file}: {layout}, {dtype}, {kernel}"
+    check(compile_sums(architecture, dtype, release=12), "sums", dtype, "add_up.cu")
 
 
 @each([80, 90], nvrtc.DTYPES[:3], {(80, "bfloat16"), (90, "float16"), (90, "float32")})
@@ -105,7 +124,7 @@ def test_machine_code(layout, architecture, dtype):
             counts = nvrtc.accesses(code)
             what = f"{name}, {dtype}: {counts}"
             assert not {"LDL", "STL"} & set(counts), what
-            if name.startswith("finish") or name in ("update_running", "share_sums", "add_up"):
+            if name.startswith("finish") or name == "share_sums":
                 continue
             inputs = 3 if double else 2 if file in ("backward.cu", "rows.cu") else 1
             read = counts.get(f"LDG.{bits}", 0) + counts.get(f"LDGSTS.{bits}", 0)

@@ -219,7 +219,7 @@ MUTANTS = {
     ),
     "a warp's terms left out": (
         "test_candidate_of_norms and block and instance",
-        "backward.cu",
+        "add_up.cu",
         "for (int other = 1; other < WARPS; ++other)",
         "for (int other = 2; other < WARPS; ++other)",
     ),

@@ -203,6 +203,49 @@ def test_plans_of_rows_do_not_depend_on_their_number(length, dtype, operands, de
     assert len({(plan.name, plan.parts, packed(plan)["share"]) for plan in made}) == 1
 
 
+@pytest.mark.parametrize(
+    ("length", "dtype", "operands", "name", "group"),
+    [
+        (128, np.float16, 1, "warp", 8), (1024, np.float16, 1, "warp", 16),
+        (2048, np.float16, 1, "warp", 32), (4096, np.float16, 1, "block", 64),
+        (8192, np.float16, 1, "block", 128), (4096, np.float16, 2, "block", 128),
+        (1024, np.float32, 1, "warp", 32), (4096, np.float32, 1, "block", 128),
+        (4096, np.float32, 2, "block", 256),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_threads_have_128_bytes_of_a_row(length, dtype, operands, name, group):
+    """Of all inputs together, from 8 threads on: what a row costs a warp is paid less often."""
+    made = launch.plan(row_norm_geometry((600, length), 1), np.dtype(dtype), operands, WHOLE, H200)
+    assert (made.name, options(made)["GROUP"]) == (name, group)
+    assert length * np.dtype(dtype).itemsize * operands <= 128 * group
+
+
+def test_parameters_that_change_within_accesses_stay_in_registers():
+    """To find those of a thread's other tiles again would take divisions."""
+    made = launch.plan(group_norm_geometry((128, 512, 7, 7), 1, 32), DTYPES[0], 1, WHOLE, H200)
+    assert options(made)["SPANS"] == 2
+    assert packed(made)["tiles"] == 1
+
+
+@pytest.mark.parametrize("length", [16_384, 32_768, 65_536, 131_072])
+@pytest.mark.parametrize("operands", [1, 2])
+@pytest.mark.parametrize("rows", [600, 4096, 20_000])
+def test_clusters_are_as_many_as_run_at_a_time(rows, length, operands):
+    """Each within a GPC: of 8 blocks, two on a multiprocessor, 4 in each of 7, 1 in another.
+
+    Or so many in each of several waves, where a block would add up too many samples.
+    """
+    made = launch.plan(row_norm_geometry((rows, length), 1), DTYPES[2], operands, WHOLE, H200)
+    cluster = options(made)["CLUSTER"]
+    alone = made.name == "whole_cluster"
+    at_once = {2: (66, 132), 4: (29, 66), 8: (14, 29)}[cluster][not alone]
+    clusters = made.blocks // cluster
+    waves = -(-clusters // at_once)
+    assert made.samples <= 256
+    assert made.samples * waves < -(-rows // at_once) + 2 * waves
+
+
 def test_without_clusters():
     for device in (A100, T4, RTX4090):
         made = launch.candidates(channels(64, 256, 784), DTYPES[2], 1, WHOLE, device)
@@ -213,7 +256,7 @@ def test_without_clusters():
 
 def test_each_refusal_says_why():
     made = launch.candidates(channels(8, 2, 1 << 20), DTYPES[2], 1, WHOLE, H200)
-    assert made["warp"] == "2097152 accesses a statistic; the registers of a warp hold 128"
+    assert made["warp"] == "2097152 accesses a statistic; a warp holds 128"
     assert re.fullmatch(r"needs \d+ bytes of shared memory a block; \d+ are to be had",
                         made["block"])  # fmt: skip
     assert made["cluster"].startswith("clusters of 8: needs")

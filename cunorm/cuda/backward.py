@@ -42,7 +42,7 @@ def _finish(name: str, plan: launch.LaunchPlan, number: int, arguments: bytes) -
     launch_channels("backward.cu", name, plan, plan.threads // 32, number, arguments + plan.packed)
 
 
-def add_up(plan: launch.LaunchPlan, gradients, dweight, dbias) -> None:
+def add_up(gradients, dweight, dbias) -> None:
     """The parameters' gradients from those of samples, or blocks of them.
 
     ``gradients[block]`` are dweight and, if there are two planes, dbias.
@@ -50,11 +50,8 @@ def add_up(plan: launch.LaunchPlan, gradients, dweight, dbias) -> None:
     arguments = _ADD_UP.pack(
         source.pointer(gradients), *parameter(dweight), *parameter(dbias), *gradients.shape
     )
-    parameters = gradients.shape[2]
-    source.launch(
-        "backward.cu", "add_up", plan.options, -(-parameters // 32), plan.threads,
-        plan.threads * PARTIAL_SUMS * 8, arguments,
-    )  # fmt: skip
+    how = launch.adding(gradients.shape[2], gradients.dtype, gradients.size)
+    source.launch("add_up.cu", "add_up", *how, arguments)
 
 
 def reduce(dy, x, mean, residual, geometry: Geometry):
@@ -123,7 +120,7 @@ def backward(
     else:
         _stream(dy, x, mean, target, training, geometry, plan, options)
     if gradients is not None:
-        add_up(plan, gradients, dweight, dbias)
+        add_up(gradients, dweight, dbias)
 
 
 def _stream(

@@ -74,4 +74,4 @@ def double_backward(
         if training:
             launch_cut(*whole, plan, arguments(sums=sums))
     if gradients is not None:
-        add_up(plan, gradients, ddweight, None)
+        add_up(gradients, ddweight, None)

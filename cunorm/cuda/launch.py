@@ -25,7 +25,10 @@ import numpy as np
 
 from ..geometry import Geometry
 
-__all__ = ["Alignment", "Device", "LaunchPlan", "alignment", "candidates", "plan", "sweep"]
+__all__ = [
+    "Alignment", "Device", "Launch", "LaunchPlan", "adding", "alignment", "candidates", "plan",
+    "sweep",
+]  # fmt: skip
 
 # Accesses that a thread has in flight for each input, by their bytes. Of 16 bytes, 4 make
 # 32 KiB with 512 threads a multiprocessor; the latency of the memory of an H200 (4.8 TB/s,
@@ -43,6 +46,11 @@ _MOST_THREADS_ALONE = 512
 # 64 bytes where that keeps more multiprocessors busy.
 _ROW_BYTES = 128
 _LEAST_ROW_BYTES = 64
+
+# Rows: bytes that a thread has of one, of all inputs together. To fold and finish a statistic costs
+# a warp some 600 instructions, 145 of them in float64, as much as 50 bytes a thread. More would
+# leave too few threads beside the shared memory that two rows take.
+_THREAD_BYTES = 128
 
 # Below this a block of its own for each statistic is fast, even if few blocks are at work:
 # one multiprocessor reads 64 KiB in about the time that a second launch takes.
@@ -71,7 +79,14 @@ _LEAST_UNALIGNED_BYTES = 512
 # What the driver takes of a block's shared memory.
 _RESERVED_SHARED = 1024
 
+# Of a block that adds up what samples have (add_up.cu): each waits for memory most of the time.
+_ADDING_THREADS = 512
+
 _CLUSTERS = (2, 4, 8)  # 8 is the largest that every device with clusters has
+
+# Multiprocessors of a GPC, within which a cluster has to be: 16 or 18 on an H100 or H200, of which
+# 132 are in use; as if all but one were whole.
+_GPC = 18
 
 # Bytes of a partial result and of the coefficients of one position (kernels/*.cu), by operands;
 # of rows' double backward pass a partial result has more.
@@ -118,6 +133,15 @@ class LaunchPlan(NamedTuple):
     sample_blocks: int  # that all samples are; 1 unless rows are taken in turns
 
 
+class Launch(NamedTuple):
+    """How to launch a kernel that takes no geometry."""
+
+    options: tuple[str, ...]
+    blocks: int
+    threads: int
+    shared: int
+
+
 class _Access(NamedTuple):
     """How the elements of a geometry are read."""
 
@@ -142,6 +166,10 @@ _Candidate: TypeAlias = Callable[[_Problem], "LaunchPlan | str"]
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _macros(options: dict[str, int]) -> tuple[str, ...]:
+    return tuple(f"-D{key}={value}" for key, value in options.items())
 
 
 def _power_of_two(value: int) -> int:
@@ -211,6 +239,16 @@ def _tile(p: _Problem) -> int:
     return tile // 2 if many else tile
 
 
+def _held(p: _Problem) -> int:
+    """Accesses that a thread has of a statistic, as long as more threads are to be had."""
+    tile = _tile(p)
+    # Parameters of a thread's last tile stay in registers: to look for those of others again,
+    # element by element, costs more than it saves.
+    if p.span == 0 or (p.span > 1 and _spans(p) == 2):
+        return tile
+    return max(1, _THREAD_BYTES // (tile * p.access.width * p.itemsize * p.operands)) * tile
+
+
 def _gradients(p: _Problem) -> bool:
     """Whether blocks keep the gradients of a row's parameters."""
     return p.span > 0 and p.operands >= 2
@@ -226,6 +264,14 @@ def _spans(p: _Problem) -> int:
 def _unit(p: _Problem) -> int:
     """Accesses that have all elements of their parameters, where gradients are kept of these."""
     return lcm(p.span, p.access.width) // p.access.width if _gradients(p) else 1
+
+
+def _at_once(device: Device, each: int, cluster: int) -> int:
+    """Blocks, in clusters of so many, that run at a time, `each` on a multiprocessor."""
+    if cluster == 1:
+        return each * device.multiprocessors
+    full, rest = divmod(device.multiprocessors, _GPC)
+    return (full * (each * _GPC // cluster) + each * rest // cluster) * cluster
 
 
 def _built(
@@ -265,9 +311,10 @@ def _built(
         # As many blocks as run at the same time, and no more: each has much to do.
         room = p.device.shared_per_multiprocessor // (header + kept + _RESERVED_SHARED)
         at_once = max(1, min(_MOST_THREADS_ALONE // threads, room))
-        wanted = max(1, at_once * p.device.multiprocessors // (number * parts))
-        samples = _ceil_div(batch, min(wanted, _ceil_div(batch, turn)))
-        samples = min(_ceil_div(samples, turn), _MOST_SAMPLES) * turn
+        wanted = max(1, _at_once(p.device, at_once, cluster) // (number * parts))
+        turns = _ceil_div(batch, turn)
+        waves = _ceil_div(turns, wanted * _MOST_SAMPLES)
+        samples = _ceil_div(turns, wanted * waves) * turn
         sample_blocks = _ceil_div(batch, samples)
         blocks = sample_blocks * number * parts
     elif columns:
@@ -297,7 +344,7 @@ def _built(
     return LaunchPlan(
         name=name,
         resident=resident,
-        options=tuple(f"-D{key}={value}" for key, value in options.items()),
+        options=_macros(options),
         blocks=blocks,
         threads=threads,
         shared=header + kept,
@@ -329,17 +376,17 @@ def _no_residence(p: _Problem) -> str | None:
 
 
 def _warp(p: _Problem) -> LaunchPlan | str:
-    """A warp, or 8 or 16 lanes of one, holds a channel in its registers."""
+    """A warp, or 8 or 16 lanes of one, holds a channel in its registers; or a short row."""
     refusal = _no_residence(p)
     if refusal is not None:
         return refusal
     if p.geometry.inner == 1:
         return "statistics lie side by side: blocks take several at once"
-    most = 32 * _tile(p)
+    most = 32 * _held(p)
     number = _accesses(p)
     if number > most:
-        return f"{number} accesses a statistic; the registers of a warp hold {most}"
-    group = max(8, _power_of_two(_ceil_div(number, _tile(p))))
+        return f"{number} accesses a statistic; a warp holds {most}"
+    group = max(8, _power_of_two(_ceil_div(number, _held(p))))
     return _built(
         p, "warp", resident=True, threads=128, group=group, across=1, share=number, parts=1,
         cluster=1,
@@ -374,7 +421,7 @@ def _resident(
     across = _across(p, row_bytes, True)
     unit = _unit(p)
     share = _ceil_div(_ceil_div(_accesses(p), cluster), unit) * unit
-    threads = _power_of_two(_ceil_div(share * across, _tile(p)))
+    threads = _power_of_two(_ceil_div(share * across, _held(p)))
     threads = max(_LEAST_THREADS, min(most, threads))
     built = _built(
         p, name, resident=True, threads=threads, group=threads, across=across,
@@ -538,3 +585,17 @@ def sweep(
     Statistics are known: no channel needs another.
     """
     return _first(SWEEPS, _problem(geometry.apart(), dtype, operands, lie, device))
+
+
+def adding(columns: int, dtype: np.dtype, numbers: int) -> Launch:
+    """How to add up so many columns of numbers, in an accumulator type, over rows (add_up.cu)."""
+    threads = _ADDING_THREADS
+    options = {
+        f"ELEMENT_{dtype.name.upper()}": 1,
+        "WIDE": int(numbers >= _WIDE_FROM),
+        "THREADS": threads,
+        "GROUP": threads,
+        **dict.fromkeys(("WIDTH", "ALIGNED", "TILE", "ACROSS", "CLUSTER", "SHELVES"), 1),
+        **dict.fromkeys(("COLUMNS", "HEADER", "MERGED", "SPANS"), 0),
+    }
+    return Launch(_macros(options), _ceil_div(columns, 32), threads, threads * 16)

@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import is_plain
 from ..geometry import Geometry
 from . import source
-from .launch import LaunchPlan, alignment, sweep
+from .launch import LaunchPlan, adding, alignment, sweep
 
 __all__ = ["moments", "update_running"]
 
@@ -103,13 +103,10 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     """
     dense_mean, dense_var = dense(running_mean), dense(running_var)
     number = mean.shape[-1]
-    # Any plan will do: the kernel is one thread a channel.
-    geometry = Geometry(mean.size // number, 1, number, 2, 1, number)
-    plan = sweep(geometry, mean.dtype, 1, alignment(0), source.device())
     arguments = _UPDATE.pack(
         *parameter(dense_mean), *parameter(dense_var), *parameter(mean), *parameter(var),
         scale, factor, number, mean.size // number,
     )  # fmt: skip
-    launch_channels("statistics.cu", "update_running", plan, plan.threads, number, arguments)
+    source.launch("add_up.cu", "update_running", *adding(number, mean.dtype, mean.size), arguments)
     put_back(running_mean, dense_mean)
     put_back(running_var, dense_var)
