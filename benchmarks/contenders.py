@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import frontend
@@ -34,9 +35,8 @@ def calls_of(case: Case, xp: Any, torch: Any, compiled: bool = False) -> Calls:
     """
     dtype = dtype_of(case)
     x, dy = (_numbers(case.elements, seed, xp).reshape(case.shape).astype(dtype) for seed in (0, 1))
-    weight, bias = xp.asarray(
-        np.random.default_rng(2).standard_normal((2, *case.parameters_shape), dtype=np.float32)
-    )
+    weight, bias = (_numbers(prod(case.parameters_shape), seed, xp) for seed in (2, 3))
+    weight, bias = (one.reshape(case.parameters_shape) for one in (weight, bias))
     on_gpu = xp is not np
     calls: Calls = {}
     if torch is not None:
@@ -167,12 +167,21 @@ def _lie(case: Case) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...],
 
 
 def _torch_paths(case: Case, torch: Any, on_gpu: bool) -> Iterator[tuple[str, Any]]:
-    """(name, context) of PyTorch's ways; batch and instance norm have cuDNN's too on a GPU."""
-    if on_gpu and case.norm in ("batch_norm", "instance_norm"):
-        yield "PyTorch, native", lambda: torch.backends.cudnn.flags(enabled=False)
-        yield "PyTorch, cuDNN", lambda: torch.backends.cudnn.flags(enabled=True)
-    else:
+    """(name, context) of PyTorch's ways; batch and instance norm may have cuDNN's too on a GPU.
+
+    PyTorch takes its own where it thinks that cuDNN cannot (_select_batch_norm_backend in
+    aten/src/ATen/native/Normalization.cpp).
+    """
+    if not on_gpu or case.norm not in ("batch_norm", "instance_norm"):
         yield "PyTorch", nullcontext
+        return
+    yield "PyTorch, native", lambda: torch.backends.cudnn.flags(enabled=False)
+    if case.norm == "instance_norm":  # one sample to PyTorch; parameters of the data's dtype
+        cudnn = case.dtype == "float32"
+    else:
+        cudnn = case.dtype != "bfloat16" and len(case.shape) > 2 and case.shape[0] <= 65535
+    if cudnn and case.elements < 2**31 - 1:
+        yield "PyTorch, cuDNN", lambda: torch.backends.cudnn.flags(enabled=True)
 
 
 def _torch(

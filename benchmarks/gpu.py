@@ -1,7 +1,7 @@
 """Everything there is to do on a GPU, in one command: tests, sanitizers, measurements.
 
-    python benchmarks/gpu.py [--output FOLDER] [--minutes 9] [--only TEXT] [--full]
-                             [--no-tests] [--no-sanitizers]
+    PYTHONPATH=. python benchmarks/gpu.py [--output FOLDER] [--minutes 9] [--only TEXT] [--full]
+                                          [--no-tests] [--no-sanitizers]
 
 Runs the test suite on CuPy arrays, in as many processes as there are cores, a part of it under
 compute-sanitizer's memcheck and racecheck, then times all norms beside a copy of the same bytes,
@@ -15,9 +15,11 @@ Whatever is left when the minutes are over is left out, and said so. Results go 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -90,15 +92,18 @@ def compile_kernels(case):
     cupy.cuda.runtime.deviceSynchronize()
 
 
-def compile_all(cases):
+def compile_all(cases, seconds):
     """Compile the kernels of all cases, in as many processes as there are cores.
 
     NVRTC compiles for one thread of a process at a time.
     """
     small = [case for case in cases if case.elements < 1 << 28]  # the others need the memory
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
-        list(pool.map(compile_kernels, small))
+    pool = ProcessPoolExecutor(os.cpu_count(), context)
+    try:
+        list(pool.map(compile_kernels, small, timeout=seconds))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def execute(command, log, seconds):
@@ -106,13 +111,17 @@ def execute(command, log, seconds):
     if seconds < 5:
         return "left out: no time"
     with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=CHECKOUT, start_new_session=True
+        )
         try:
-            status = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, cwd=CHECKOUT
-            ).returncode
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its children use the GPU, too
+            process.wait()
             status = f"stopped after {seconds:.0f} s"
-    print(f"$ {' '.join(map(str, command))}\n" + "\n".join(log.read_text().splitlines()[-12:]))
+    lines = log.read_text(errors="replace").splitlines()[-12:]
+    print(f"$ {' '.join(map(str, command))}\n" + "\n".join(lines), flush=True)
     return status
 
 
@@ -146,10 +155,29 @@ def main():
     }
     options.output.mkdir(parents=True, exist_ok=True)
     # pytest-benchmark, where it is installed, warns under xdist, and warnings are errors.
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--backend", "gpu"]
+    # One that hangs in the driver is ended by a thread, and named.
+    pytest = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "--backend", "gpu",
+        "--timeout", "240", "--timeout-method", "thread",
+    ]  # fmt: skip
+    name = f"{now:%Y-%m-%d-%H%M}"
 
     def left():
         return deadline - time.monotonic()
+
+    def keep():
+        """Write what there is so far; the file."""
+        return run.write(record, options.output, f"{name}-unfinished").with_suffix(".json")
+
+    def attempt(what, work, *arguments):
+        """The result of some work; an error is put down, for the rest is still worth having."""
+        try:
+            return work(*arguments)
+        except Exception as error:
+            record["status"][what] = repr(error)
+            return None
+        finally:
+            keep()
 
     if not options.no_tests:
         record["status"]["tests"] = execute(
@@ -170,24 +198,29 @@ def main():
             )  # fmt: skip
     chosen = [*CASES, *FULL] if options.full else CASES
     chosen = [case for case in dict.fromkeys(chosen) if options.only in str(case)]
+    keep()
+    print(f"status: {record['status']}", flush=True)
     begin = time.monotonic()
-    compile_all(chosen)
+    if left() > 45:
+        attempt("compiling", compile_all, chosen, left() - 30)
     print(f"kernels of {len(chosen)} cases: {time.monotonic() - begin:.0f} s", flush=True)
+    record["host"] = attempt("host", host_times, cupy, run.torch) or {}
     timer = run.gpu_timer(options.seconds)
     for case in chosen:
         if left() < 15:
             record["status"]["measurements"] = f"left out from {case} on: no time"
             break
-        try:
-            record["results"].append(run.result_of(case, cupy, timer, options.compiled))
-        except Exception as error:  # a rival's, or ours: the others are still worth measuring
-            record["status"][str(case)] = repr(error)
+        result = attempt(str(case), run.result_of, case, cupy, timer, options.compiled)
+        if result is not None:
+            record["results"].append(result)
+        gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
-    record["host"] = host_times(cupy, run.torch)
-    name = record["device"].replace(" ", "-").lower()
-    run.save(record, options.output, f"{name}-{now:%Y-%m-%d-%H%M}")
+        if run.torch is not None:
+            run.torch.cuda.empty_cache()
     print("host:", ", ".join(f"{n} {t * 1e6:.1f} µs" for n, t in record["host"].items()))
     print(f"status: {record['status']}", flush=True)
+    run.save(record, options.output, name)
+    keep().unlink()
     sys.exit(0 if all(status == 0 for status in record["status"].values()) else 1)
 
 

@@ -121,6 +121,8 @@ def plot(found: list[Row], title: str, path: Path) -> list[Path]:
     """Two pictures, `path` with -copy.png and -rivals.png behind it."""
     from matplotlib.figure import Figure
 
+    if not found:
+        return []
     written = []
     styles = {"forward": "o", "inference": "^", "backward": "s"}
     for kind in ("copy", "rivals"):

@@ -454,12 +454,14 @@ def cudnn_missing() -> str | None:
     """Why cuDNN cannot be used here, or None if it can."""
     try:
         import cudnn
+
+        if not hasattr(cudnn, "pygraph"):
+            return "the module cudnn is not that of nvidia-cudnn-frontend"
+        cudnn.backend_version()
     except ImportError as error:
         return f"{error} (pip install cunorm[cudnn13], or cudnn12, as your driver is)"
-    except Exception as error:  # it looks for cuDNN itself
-        return f"nvidia-cudnn-frontend cannot be imported: {error}"
-    if not hasattr(cudnn, "pygraph"):
-        return "the module cudnn is not that of nvidia-cudnn-frontend"
+    except Exception as error:  # it looks for cuDNN itself, here or there
+        return f"nvidia-cudnn-frontend finds no cuDNN: {error}"
     return None
 
 

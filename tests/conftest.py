@@ -55,6 +55,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "numpy: of what CuPy's arrays do not have, not on a GPU")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Whether a file has no test for the backend: it is not imported then."""
+    backend, name = config.getoption("--backend"), collection_path.name
+    if backend == "cpu" or not name.startswith("test_"):
+        return None
+    return name not in EVERYWHERE | CUDA_ONLY | ({"test_gpu.py"} if backend == "gpu" else set())
+
+
 def pytest_collection_modifyitems(config, items):
     backend = config.getoption("--backend")
     kept, left = [], []
@@ -94,6 +102,22 @@ def on_backend(backend, request):
         on_gpu.install(monkeypatch)
     yield stands_in
     monkeypatch.undo()
+
+
+@pytest.fixture(autouse=True)
+def _end_with_the_gpu(backend):
+    """After a kernel that failed no other runs in this process: let that test be the last."""
+    yield
+    if backend != "gpu":
+        return
+    import cupy
+
+    try:
+        cupy.cuda.runtime.deviceSynchronize()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:  # which is named then, and replaced
+            os._exit(1)
+        pytest.exit(f"the GPU is lost to this process: {error}", 1)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import textwrap
+import types
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ sys.path.insert(0, str(FOLDER))
 
 import contenders  # noqa: E402
 import errors  # noqa: E402
+import gpu  # noqa: E402
 import predict  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
@@ -138,6 +141,86 @@ def test_regressions():
         assert text == f"{row}: 2.00 × the copy before, {1.5e3 * rest:.2f} now"
     other = report.rows([result(SMALL[1], 1e-3, 9e-3, 1e-3)])
     assert report.regressions(other, before) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "cudnn"),
+    [
+        (Case("batch_norm", (64, 256, 56, 56), "float16"), True),
+        (Case("batch_norm", (64, 256, 56, 56), "bfloat16"), False),
+        (Case("batch_norm", (16, 1024)), False),
+        (Case("batch_norm", (100_000, 3, 16)), False),
+        (Case("instance_norm", (3, 4, 5, 6)), True),
+        (Case("instance_norm", (3, 4, 5, 6), "float16"), False),
+    ],
+    ids=str,
+)
+def test_pytorch_by_cudnn_is_cudnn(case, cudnn):
+    """Not PyTorch's own kernels under another name."""
+    names = [name for name, _ in contenders._torch_paths(case, torch, on_gpu=True)]
+    assert names == ["PyTorch, native", "PyTorch, cuDNN"][: 1 + cudnn]
+
+
+class FakeGPU:
+    """What gpu.py asks of CuPy, of a device on which one case fails and the host's times do."""
+
+    def __init__(self):
+        runtime = types.SimpleNamespace(getDeviceProperties=lambda _: {"name": b"NVIDIA Fake"})
+        self.cuda = types.SimpleNamespace(runtime=runtime)
+        self.get_default_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
+
+
+@pytest.mark.parametrize(("only", "measured"), [("RMS norm", 3), ("nothing of that name", 0)])
+def test_what_fails_on_a_gpu_is_put_down(tmp_path, monkeypatch, capsys, only, measured):
+    """And the rest is measured and kept."""
+
+    def result_of(case, *_):
+        if case.shape[0] == 131072 and case.dtype == "bfloat16":
+            raise RuntimeError("an illegal memory access")
+        return result(case, 1e-3, 2e-3, 8e-3)
+
+    def fail(*_):
+        raise RuntimeError("lost")
+
+    monkeypatch.setitem(sys.modules, "cupy", FakeGPU())
+    monkeypatch.setattr(gpu.arrays, "cuda_missing", lambda: None)
+    monkeypatch.setattr(gpu.measure, "machine", lambda _: {"cunorm": "0"})
+    monkeypatch.setattr(gpu, "execute", lambda *_: 1)
+    monkeypatch.setattr(gpu, "compile_all", fail)
+    monkeypatch.setattr(gpu, "host_times", fail)
+    monkeypatch.setattr(gpu.run, "torch", None)
+    monkeypatch.setattr(gpu.run, "gpu_timer", lambda _: None)
+    monkeypatch.setattr(gpu.run, "result_of", result_of)
+    monkeypatch.setattr(gpu, "CASES", [case for case in gpu.CASES if case.norm == "rms_norm"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path), "--only", only])
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main()
+    assert stopped.value.code == 1
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("gpu-nvidia-fake-20")
+    record = json.loads(path.read_text())
+    status = record["status"]
+    assert status["tests"] == 1
+    assert "lost" in status["compiling"]
+    assert "lost" in status["host"]
+    assert record["host"] == {}
+    failed = [case for case, what in status.items() if "illegal" in str(what)]
+    assert len(record["results"]) == measured
+    assert len(failed) == (measured > 0)
+    assert "status:" in capsys.readouterr().out
+
+
+def test_what_lasts_too_long_ends_with_its_children(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent("""
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(child.pid, flush=True)
+        child.wait()
+    """)]  # fmt: skip
+    status = gpu.execute(command, tmp_path / "log", 6)
+    assert status == "stopped after 6 s"
+    process = Path("/proc", (tmp_path / "log").read_text().split()[0], "stat")
+    assert not process.exists() or process.read_text().split()[2] in "ZX"
 
 
 def test_plots(tmp_path):

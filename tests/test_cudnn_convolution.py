@@ -153,6 +153,7 @@ def cudnn(monkeypatch):
     fake.data_type = DataType
     fake.numerical_note = Enum("numerical_note", "NONDETERMINISTIC TENSOR_CORE DOWN_CONVERT_INPUTS")
     fake.heur_mode = Enum("heur_mode", "A FALLBACK")
+    fake.backend_version = lambda: 91000
     fake.create_handle = lambda: types.SimpleNamespace(stream=0)
     fake.set_stream = lambda handle, stream: setattr(handle, "stream", stream)
     cupy = types.ModuleType("cupy")
@@ -243,6 +244,18 @@ def test_default():
     assert isinstance(module.default_convolution(True), cunorm.CudnnConvolution)
     assert isinstance(module.default_convolution(False), cunorm.MatmulConvolution)
     assert repr(copy.deepcopy(cunorm.CudnnConvolution())) == "CudnnConvolution()"
+
+
+def test_without_the_library(monkeypatch, cudnn):
+    """The front end is there, and finds that out when it is first asked something."""
+
+    def backend_version():
+        raise RuntimeError("Unable to find symbol cudnnGetVersion")
+
+    monkeypatch.setattr(cudnn, "backend_version", backend_version)
+    assert isinstance(module.default_convolution(True), cunorm.MatmulConvolution)
+    with pytest.raises(RuntimeError, match="symbol cudnnGetVersion"):
+        cunorm.CudnnConvolution()
 
 
 @pytest.mark.parametrize("other", [None, types.ModuleType("cudnn")], ids=["none", "another"])

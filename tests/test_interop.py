@@ -12,6 +12,7 @@ import pytest
 from cases import group, instance, layer, operands, permuted, rms, scale_shift
 
 import cunorm
+from cunorm import arrays
 from cunorm.arrays import Place
 
 uint16 = np.uint16
@@ -402,3 +403,15 @@ def test_an_output_is_handed_over_on_a_gpu():
     cpu = Place(np, None, export)
     assert cpu.export("y", given="out") == ("out",)
     assert handed == ["y", "mean", "y"]
+
+
+def test_running_statistics_are_handed_over_on_a_gpu(monkeypatch):
+    """What is updated in place is an output, too."""
+    handed = []
+    place = Place(object(), arrays.cpu_backend(), handed.append)
+    monkeypatch.setattr(arrays, "adopt", lambda _, *values: (values, place))
+    mean, var, ones = np.zeros(3), np.ones(3), np.ones(3)
+    cunorm.update_running_statistics(mean, var, ones, ones, 5)
+    assert [id(array) for array in handed] == [id(mean), id(var)]
+    cunorm.update_running_statistics(None, var, ones, ones, 5)
+    assert handed[2] is var

@@ -675,6 +675,9 @@ def update_running_statistics(
             scale,
             factor,
         )
+        for array in (running_mean, running_var):
+            if array is not None:
+                place.export(array, given=array)
 
 
 def _layout(x: Any, channel_axis: int) -> Layout:

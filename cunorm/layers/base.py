@@ -171,7 +171,10 @@ class Layer:
         as the layer has them, as NumPy arrays wherever the layer is; ready for
         ``numpy.savez``.
         """
-        return {name: arrays.move(a.copy(), "cpu") for name, a in self._state().items()}
+        return {
+            name: array.copy() if isinstance(array, np.ndarray) else array.get()
+            for name, array in self._state().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take parameters and running statistics from arrays under PyTorch's names.
@@ -211,9 +214,12 @@ class Layer:
             if name == "num_batches_tracked":
                 self.num_batches_tracked = loaded[name]
                 continue
-            device = "cpu" if isinstance(array, np.ndarray) else "cuda"
             with np.errstate(all="ignore"):
-                array[...] = arrays.move(loaded[name], device)
+                if isinstance(array, np.ndarray):
+                    array[...] = arrays.move(loaded[name], "cpu")
+                    continue
+                with array.device:  # which need not be the current one
+                    array[...] = arrays.move(loaded[name], "cuda")
 
     @staticmethod
     def _checked(name: str, array: np.ndarray, value: Any) -> Any:
