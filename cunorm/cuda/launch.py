@@ -48,8 +48,8 @@ _ROW_BYTES = 128
 _LEAST_ROW_BYTES = 64
 
 # Rows: bytes that a thread has of one, of all inputs together. To fold and finish a statistic costs
-# a warp some 600 instructions, 145 of them in float64, as much as 50 bytes a thread. More would
-# leave too few threads beside the shared memory that two rows take.
+# a warp some 600 instructions, 145 of them in float64, as much as 40 elements of each thread. More
+# bytes would leave too few threads beside the shared memory that two rows take.
 _THREAD_BYTES = 128
 
 # Below this a block of its own for each statistic is fast, even if few blocks are at work:
