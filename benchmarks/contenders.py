@@ -42,6 +42,8 @@ def calls_of(case: Case, xp: Any, torch: Any, compiled: bool = False) -> Calls:
     if torch is not None:
         for name, context in _torch_paths(case, torch, on_gpu):
             calls |= _torch(case, torch, name, context, x, dy, weight, bias)
+        if case.norm == "batch_norm" and case.shape[0] > 65535:  # in inference not cuDNN's
+            calls.pop(("inference", "PyTorch, cuDNN"), None)
         if compiled and on_gpu:
             calls |= _torch(case, torch, "torch.compile", nullcontext, x, dy, weight, bias)
     calls |= _plain(case, xp, x, dy, weight, bias)
@@ -179,7 +181,7 @@ def _torch_paths(case: Case, torch: Any, on_gpu: bool) -> Iterator[tuple[str, An
     if case.norm == "instance_norm":  # one sample to PyTorch; parameters of the data's dtype
         cudnn = case.dtype == "float32"
     else:
-        cudnn = case.dtype != "bfloat16" and len(case.shape) > 2 and case.shape[0] <= 65535
+        cudnn = case.dtype != "bfloat16" and len(case.shape) > 2 and case.shape[0] <= 880801
     if cudnn and case.elements < 2**31 - 1:
         yield "PyTorch, cuDNN", lambda: torch.backends.cudnn.flags(enabled=True)
 

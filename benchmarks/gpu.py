@@ -102,8 +102,12 @@ def compile_all(cases, seconds):
     pool = ProcessPoolExecutor(os.cpu_count(), context)
     try:
         list(pool.map(compile_kernels, small, timeout=seconds))
+    except BaseException:
+        for process in multiprocessing.active_children():  # they would go on beside what comes
+            process.kill()
+        raise
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def execute(command, log, seconds):
@@ -116,9 +120,11 @@ def execute(command, log, seconds):
         )
         try:
             status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)  # its children use the GPU, too
             process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             status = f"stopped after {seconds:.0f} s"
     lines = log.read_text(errors="replace").splitlines()[-12:]
     print(f"$ {' '.join(map(str, command))}\n" + "\n".join(lines), flush=True)
@@ -203,6 +209,8 @@ def main():
     begin = time.monotonic()
     if left() > 45:
         attempt("compiling", compile_all, chosen, left() - 30)
+    else:
+        record["status"]["compiling"] = "left out: no time"
     print(f"kernels of {len(chosen)} cases: {time.monotonic() - begin:.0f} s", flush=True)
     record["host"] = attempt("host", host_times, cupy, run.torch) or {}
     timer = run.gpu_timer(options.seconds)

@@ -461,7 +461,7 @@ def cudnn_missing() -> str | None:
     except ImportError as error:
         return f"{error} (pip install cunorm[cudnn13], or cudnn12, as your driver is)"
     except Exception as error:  # it looks for cuDNN itself, here or there
-        return f"nvidia-cudnn-frontend finds no cuDNN: {error}"
+        return f"nvidia-cudnn-frontend cannot be used: {error}"
     return None
 
 

@@ -5,23 +5,24 @@
 // order; the first warp adds up the others' sums in order. Shared memory: these.
 #include "memory.cuh"
 
-struct Sums {
+struct ColumnSums {
     double first, second;
 };
 
-// Rows that a thread asks for before it waits for one.
-constexpr int ROWS = 16;
+// Rows that a thread asks for before it waits for one (of float64 the compiler makes fewer of it).
+constexpr int ROWS = 64 / sizeof(Accumulator);
 
 // Two sums over rows of a column, which `read(row, &first, &second)` finds; true for the one thread
 // that has them in the end.
-template <class T, class Read>
-__device__ inline bool sum_rows(unsigned char* shared, Offset rows, bool valid, Sums& sum, Read read) {
-    auto* sums = reinterpret_cast<Sums*>(shared);
+template <class Read> __device__ inline bool sum_rows(
+    unsigned char* shared, Offset rows, bool valid, ColumnSums& sum, Read read
+) {
+    auto* sums = reinterpret_cast<ColumnSums*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     sum = {};
     if (!valid) rows = 0;
     for (Offset begin = warp; begin < rows; begin += ROWS * WARPS) {
-        T first[ROWS], second[ROWS];
+        Accumulator first[ROWS], second[ROWS];
         #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const Offset row = begin + i * WARPS;
@@ -59,18 +60,18 @@ KERNEL add_up(const AddUpArguments a) {
     const auto read_block = [&](Offset block, Accumulator& weight, Accumulator& bias) {
         const Accumulator* place = a.gradients + planes * block * parameters + parameter;
         weight = read_last(place);
-        bias = read_last(place + (planes - 1) * parameters);
+        bias = read_last(place + (planes - 1) * parameters);  // of one plane weights, for no dbias
     };
-    Sums sum;
-    if (!sum_rows<Accumulator>(
-            shared, static_cast<Offset>(a.blocks), parameter < parameters, sum, read_block))
+    ColumnSums sum;
+    if (!sum_rows(shared, static_cast<Offset>(a.blocks), parameter < parameters, sum, read_block))
         return;
     a.dweight.set(parameter, sum.first);
     a.dbias.set(parameter, sum.second);
 }
 
 struct UpdateRunningArguments {
-    Parameter running_mean, running_var, mean, var;
+    Parameter running_mean, running_var;
+    const Accumulator *mean, *var;  // of every sample
     double scale, factor;
     long long channels, samples;
 };
@@ -81,13 +82,12 @@ KERNEL update_running(const UpdateRunningArguments a) {
     SHARED_MEMORY(shared);
     const Offset channels = static_cast<Offset>(a.channels);
     const Offset channel = static_cast<Offset>(blockIdx.x) * 32 + threadIdx.x % 32;
-    const auto read_sample = [&](Offset sample, double& mean, double& var) {
-        mean = a.mean.get(sample * channels + channel, 0.0);
-        var = a.var.get(sample * channels + channel, 0.0);
+    const auto read_sample = [&](Offset sample, Accumulator& mean, Accumulator& var) {
+        mean = read_last(a.mean + sample * channels + channel);
+        var = read_last(a.var + sample * channels + channel);
     };
-    Sums sum;
-    if (!sum_rows<double>(
-            shared, static_cast<Offset>(a.samples), channel < channels, sum, read_sample))
+    ColumnSums sum;
+    if (!sum_rows(shared, static_cast<Offset>(a.samples), channel < channels, sum, read_sample))
         return;
     const double samples = static_cast<double>(a.samples);
     a.running_mean.blend(channel, sum.first / samples, a.factor);

@@ -96,6 +96,6 @@ def install(monkeypatch):
 def _checked(place, array):
     """On the GPU, unless CuPy has no such dtype: then it is there to be refused."""
     known = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
-    if not array.flags.aligned:  # which nothing on a GPU is
+    if not array.flags.aligned:  # which nothing on a GPU is; in the tests inputs alone
         array = array.copy()
     return place.view(array) if known and array.dtype.isnative else array

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 
@@ -149,7 +150,8 @@ def test_regressions():
         (Case("batch_norm", (64, 256, 56, 56), "float16"), True),
         (Case("batch_norm", (64, 256, 56, 56), "bfloat16"), False),
         (Case("batch_norm", (16, 1024)), False),
-        (Case("batch_norm", (100_000, 3, 16)), False),
+        (Case("batch_norm", (100_000, 3, 16)), True),
+        (Case("batch_norm", (1_000_000, 3, 16)), False),
         (Case("instance_norm", (3, 4, 5, 6)), True),
         (Case("instance_norm", (3, 4, 5, 6), "float16"), False),
     ],
@@ -185,6 +187,7 @@ def test_what_fails_on_a_gpu_is_put_down(tmp_path, monkeypatch, capsys, only, me
     monkeypatch.setitem(sys.modules, "cupy", FakeGPU())
     monkeypatch.setattr(gpu.arrays, "cuda_missing", lambda: None)
     monkeypatch.setattr(gpu.measure, "machine", lambda _: {"cunorm": "0"})
+    monkeypatch.setenv("CUNORM_TEST_WITHOUT_POOL", "1")  # it sets that itself
     monkeypatch.setattr(gpu, "execute", lambda *_: 1)
     monkeypatch.setattr(gpu, "compile_all", fail)
     monkeypatch.setattr(gpu, "host_times", fail)
@@ -210,6 +213,7 @@ def test_what_fails_on_a_gpu_is_put_down(tmp_path, monkeypatch, capsys, only, me
     assert "status:" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are not to be seen")
 def test_what_lasts_too_long_ends_with_its_children(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent("""
         import subprocess, sys
@@ -217,10 +221,17 @@ def test_what_lasts_too_long_ends_with_its_children(tmp_path):
         print(child.pid, flush=True)
         child.wait()
     """)]  # fmt: skip
-    status = gpu.execute(command, tmp_path / "log", 6)
-    assert status == "stopped after 6 s"
+    status = gpu.execute(command, tmp_path / "log", 8)
+    assert status == "stopped after 8 s"
     process = Path("/proc", (tmp_path / "log").read_text().split()[0], "stat")
-    assert not process.exists() or process.read_text().split()[2] in "ZX"
+    for _ in range(100):
+        try:
+            if process.read_text().split()[2] in "ZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the child is still there")
 
 
 def test_plots(tmp_path):

@@ -85,9 +85,11 @@ def test_no_warnings_and_no_spills(architecture, dtype):
     assert len(names | set(made.kernels)) == 19
 
 
-def test_sums_over_samples_ask_for_many_at_once():
+@pytest.mark.parametrize("architecture", [75, 90])
+@pytest.mark.parametrize("kernel", ["add_up", "update_running"])
+def test_sums_over_samples_ask_for_many_at_once(kernel, architecture):
     """Before the first of them is waited for, which the first addition does."""
-    code = nvrtc.disassemble(compile_sums(90, nvrtc.DTYPES[2]).cubin)["add_up"]
+    code = nvrtc.disassemble(compile_sums(architecture, nvrtc.DTYPES[2]).cubin)[kernel]
     before = code[: code.index("DADD")]
     assert sum(nvrtc.accesses(before).values()) == 32
 

@@ -194,8 +194,9 @@ def assert_within(actual, expected, bound, what):
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=what)
     np.testing.assert_array_equal(actual[~finite], expected[~finite], err_msg=what)
     error = np.abs(actual - expected, where=finite, out=np.zeros(expected.shape))
-    # No error is within a bound of nothing, too.
-    ratio = np.divide(error, bound, where=error > 0, out=np.zeros(expected.shape))
+    none = (error == 0) & (bound == 0)  # which is within
+    with np.errstate(divide="ignore"):
+        ratio = np.divide(error, bound, where=~none, out=np.zeros(expected.shape))
     worst = np.unravel_index(np.argmax(ratio), ratio.shape) if ratio.size else ()
     assert ratio.size == 0 or ratio[worst] <= 1.0, (
         f"{what}: {actual[worst]} instead of {expected[worst]} at {worst}, "

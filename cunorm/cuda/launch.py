@@ -84,8 +84,8 @@ _ADDING_THREADS = 512
 
 _CLUSTERS = (2, 4, 8)  # 8 is the largest that every device with clusters has
 
-# Multiprocessors of a GPC, within which a cluster has to be: 16 or 18 on an H100 or H200, of which
-# 132 are in use; as if all but one were whole.
+# Multiprocessors of a GPC, within which a cluster has to be, at most; they come in pairs. Of the
+# 132 of an H100 or H200 six GPCs have 16 and two 18.
 _GPC = 18
 
 # Bytes of a partial result and of the coefficients of one position (kernels/*.cu), by operands;
@@ -243,8 +243,9 @@ def _held(p: _Problem) -> int:
     """Accesses that a thread has of a statistic, as long as more threads are to be had."""
     tile = _tile(p)
     # Parameters of a thread's last tile stay in registers: to look for those of others again,
-    # element by element, costs more than it saves.
-    if p.span == 0 or (p.span > 1 and _spans(p) == 2):
+    # element by element, costs more than it saves. And without copies that go on by themselves
+    # (compute capability 8.0) it is many threads that keep memory busy.
+    if p.span == 0 or (p.span > 1 and _spans(p) == 2) or p.device.compute_capability < 80:
         return tile
     return max(1, _THREAD_BYTES // (tile * p.access.width * p.itemsize * p.operands)) * tile
 
@@ -268,10 +269,16 @@ def _unit(p: _Problem) -> int:
 
 def _at_once(device: Device, each: int, cluster: int) -> int:
     """Blocks, in clusters of so many, that run at a time, `each` on a multiprocessor."""
+    number = device.multiprocessors
     if cluster == 1:
-        return each * device.multiprocessors
-    full, rest = divmod(device.multiprocessors, _GPC)
-    return (full * (each * _GPC // cluster) + each * rest // cluster) * cluster
+        return each * number
+    gpcs = _ceil_div(number, _GPC)
+    least = number // gpcs // 2 * 2
+    larger = (number - gpcs * least) // 2
+    clusters = (gpcs - larger) * (each * least // cluster) + larger * (
+        each * (least + 2) // cluster
+    )
+    return clusters * cluster
 
 
 def _built(

@@ -17,7 +17,7 @@ PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
 _MOMENTS = struct.Struct("=2Qq")
 _FINISH = struct.Struct("=3Q3q")
-_UPDATE = struct.Struct("=QqQqQqQq2d2q")
+_UPDATE = struct.Struct("=QqQq2Q2d2q")
 
 _KINDS = {np.dtype(np.float32): 0, np.dtype(np.float64): 1, np.dtype(np.float16): 2}
 _BFLOAT16 = 3  # by elimination, so that ml_dtypes need not be imported
@@ -102,9 +102,9 @@ def update_running(running_mean, running_var, mean, var, scale, factor):
     each sample, the average is taken in.
     """
     dense_mean, dense_var = dense(running_mean), dense(running_var)
-    number = mean.shape[-1]
+    number, var = mean.shape[-1], var.astype(mean.dtype, copy=False)
     arguments = _UPDATE.pack(
-        *parameter(dense_mean), *parameter(dense_var), *parameter(mean), *parameter(var),
+        *parameter(dense_mean), *parameter(dense_var), source.pointer(mean), source.pointer(var),
         scale, factor, number, mean.size // number,
     )  # fmt: skip
     source.launch("add_up.cu", "update_running", *adding(number, mean.dtype, mean.size), arguments)

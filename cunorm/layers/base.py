@@ -218,8 +218,8 @@ class Layer:
                 if isinstance(array, np.ndarray):
                     array[...] = arrays.move(loaded[name], "cpu")
                     continue
-                with array.device:  # which need not be the current one
-                    array[...] = arrays.move(loaded[name], "cuda")
+                with array.device:  # which need not be the current one, nor that of the value
+                    array[...] = arrays.move(loaded[name], "cuda").copy()
 
     @staticmethod
     def _checked(name: str, array: np.ndarray, value: Any) -> Any:
