@@ -163,11 +163,14 @@ def test_empty(shape, case):
     np.testing.assert_array_equal([dweight, dbias], np.zeros((2, shape[1])))
 
 
-@pytest.mark.parametrize(("axis", "running_dtype"), [(1, np.float32), (-1, np.float64)])
+@pytest.mark.parametrize(
+    ("axis", "samples", "running_dtype"),
+    [(1, 4, np.float32), (-1, 4, np.float64), (1, 700, np.float64)],
+)
 @pytest.mark.parametrize("correction", [0, 1, 3])
-def test_running_statistics(rng, axis, running_dtype, correction):
+def test_running_statistics(rng, axis, samples, running_dtype, correction):
     """Those of every sample, unbiased over its own values, averaged over the batch."""
-    shape = (4, 3, 5, 6) if axis == 1 else (4, 5, 6, 3)
+    shape = (samples, 3, 5, 6) if axis == 1 else (samples, 5, 6, 3)
     x = draw(rng, shape, np.float32)
     mean, var = np.full(3, 2, running_dtype), np.full(3, 5, running_dtype)
     cunorm.instance_norm_forward(
@@ -185,6 +188,13 @@ def test_running_statistics(rng, axis, running_dtype, correction):
         x, None, None, None, only, momentum=0.75, correction=correction, channel_axis=axis
     )
     np.testing.assert_array_equal(only, var)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_over_many_samples(rng, dtype):
+    """More than a thread asks for at a time on a GPU, of more channels than a block takes."""
+    x, dy = rng.standard_normal((2, 700, 35, 3)).astype(dtype)
+    check(instance(), x, dy, *rng.standard_normal((2, 35)).astype(dtype))
 
 
 def test_float64_running_mean_keeps_its_digits(rng):
