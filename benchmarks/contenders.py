@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from math import prod
 from typing import Any
 
 import frontend
@@ -35,8 +34,10 @@ def calls_of(case: Case, xp: Any, torch: Any, compiled: bool = False) -> Calls:
     """
     dtype = dtype_of(case)
     x, dy = (_numbers(case.elements, seed, xp).reshape(case.shape).astype(dtype) for seed in (0, 1))
-    weight, bias = (_numbers(prod(case.parameters_shape), seed, xp) for seed in (2, 3))
-    weight, bias = (one.reshape(case.parameters_shape) for one in (weight, bias))
+    weight, bias = map(  # each on a GPU in memory of its own, which begins on a 16-byte boundary
+        xp.asarray,
+        np.random.default_rng(2).standard_normal((2, *case.parameters_shape), dtype=np.float32),
+    )
     on_gpu = xp is not np
     calls: Calls = {}
     if torch is not None:
