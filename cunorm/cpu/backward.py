@@ -127,9 +127,9 @@ def _scale(x, statistic, parameter, inv_std, weight):
 
 
 @strict_function
-def _write_sums(channel, members, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
+def _write_sums(channel, statistic, residual, total_dy, total_dy_xmu, sum_dy, sum_dy_xmu):
     """Write a channel's sums, the second one about the mean before rounding."""
-    total_dy_xmu -= residual_times(residual, divide(channel, members)[0], total_dy)
+    total_dy_xmu -= residual_times(residual, statistic, total_dy)
     store(sum_dy, channel, as_accumulator(sum_dy, total_dy))
     store(sum_dy_xmu, channel, as_accumulator(sum_dy, total_dy_xmu))
 
@@ -352,7 +352,8 @@ def _backward_segments(
                 sums[i, 1] += part_sums[i, 1]
         for i in range(last - first):
             channel = first + i
-            _write_sums(channel, members, residual, sums[i, 0], sums[i, 1], sum_dy, sum_dy_xmu)
+            statistic = divide(channel, members)[0]
+            _write_sums(channel, statistic, residual, sums[i, 0], sums[i, 1], sum_dy, sum_dy_xmu)
         _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight)
         for statistic in range(first // members, last // members):
             parameter = divide(statistic * members, parameters)[1]
@@ -545,9 +546,34 @@ def _spread_scales(
             store(block_scale, channel, scale)
         return
     for channel in range(channels):
+        if fold * length == 1:  # vectorized, too
+            for member in range(channel * members, (channel + 1) * members):
+                scale = _scale(x, statistic + channel, first + member, inv_std, weight)
+                store(block_scale, member, scale)
+            continue
         for member in range(channel * members, (channel + 1) * members):
             scale = _scale(x, statistic + channel, first + member, inv_std, weight)
             spread(scale, member, channels * members, fold, length, block_scale)
+
+
+@device_function
+def _write_block_sums(
+    statistic, channels, members, residual, of_dy, of_dy_xmu, sum_dy, sum_dy_xmu
+):  # fmt: skip
+    """`_write_sums` for the members of some statistics; vectorized if they are many, or one."""
+    if members == 1:
+        for s in range(channels):
+            _write_sums(
+                statistic + s, statistic + s, residual, load_scratch(of_dy, s),
+                load_scratch(of_dy_xmu, s), sum_dy, sum_dy_xmu,
+            )  # fmt: skip
+        return
+    for s in range(channels):
+        for channel in range(s * members, (s + 1) * members):
+            _write_sums(
+                statistic * members + channel, statistic + s, residual,
+                load_scratch(of_dy, channel), load_scratch(of_dy_xmu, channel), sum_dy, sum_dy_xmu,
+            )  # fmt: skip
 
 
 @shared_kernel
@@ -686,7 +712,8 @@ def _backward_columns(
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
     block_dy, block_dy_xmu = blocks[4], blocks[5]
     total_dy, total_dy_xmu = totals[0], totals[1]
-    sums = np.empty((block_channels * members, 2))
+    sums = np.empty((2, block_channels * members))
+    of_dy, of_dy_xmu = sums[0], sums[1]
     stride = fold * group * inner
     length = inner // members
     task = next_task(board, me)
@@ -709,13 +736,11 @@ def _backward_columns(
                 part_sums = _channel_sums(
                     channel, channels * members, fold, length, total_dy, total_dy_xmu
                 )
-                sums[channel, 0] += part_sums[0]
-                sums[channel, 1] += part_sums[1]
-        for channel in range(channels * members):
-            _write_sums(
-                first + channel, members, residual, sums[channel, 0], sums[channel, 1],
-                sum_dy, sum_dy_xmu,
-            )  # fmt: skip
+                store(of_dy, channel, load_scratch(of_dy, channel) + part_sums[0])
+                store(of_dy_xmu, channel, load_scratch(of_dy_xmu, channel) + part_sums[1])
+        _write_block_sums(
+            statistic, channels, members, residual, of_dy, of_dy_xmu, sum_dy, sum_dy_xmu
+        )
         _write_dweight(first, first + channels * members, members, inv_std, sum_dy_xmu, dweight)
         copies, extent = (1, 1) if runs else (fold, inner)
         _spread_scales(
@@ -755,7 +780,7 @@ def _finish_sums(partials, members, residual, sum_dy, sum_dy_xmu):
             store(total_dy_xmu, channel, total)
     for channel in range(total_dy.size):
         _write_sums(
-            channel, members, residual, load_scratch(total_dy, channel),
+            channel, divide(channel, members)[0], residual, load_scratch(total_dy, channel),
             load_scratch(total_dy_xmu, channel), sum_dy, sum_dy_xmu,
         )  # fmt: skip
 
