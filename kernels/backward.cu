@@ -23,31 +23,57 @@ __device__ inline Sums save(
     return total;
 }
 
-__device__ inline void add_tile(
-    Sums (&sums)[STATISTICS], const Tile& tile, const Vector (&dy)[TILE], const Vector (&x)[TILE],
-    const Accumulator (&mean)[STATISTICS]
-) {
-    constexpr int lanes = COLUMNS ? 1 : WIDTH;
-    #pragma unroll
-    for (int s = 0; s < STATISTICS; ++s) {
-        Accumulator sum_dy = 0, sum_dy_xmu = 0;
+// Sums of the elements that a thread has seen: in the accumulator type over chunks of tiles, which
+// are added up in float64.
+class Summation {
+  public:
+    __device__ void add(
+        const Tile& tile, const Vector (&dy)[TILE], const Vector (&x)[TILE],
+        const Accumulator (&mean)[STATISTICS]
+    ) {
+        constexpr int lanes = COLUMNS ? 1 : WIDTH;
         #pragma unroll
-        for (int i = 0; i < TILE; ++i) {
-            Accumulator of_dy = 0, of_dy_xmu = 0;
+        for (int s = 0; s < STATISTICS; ++s) {
             #pragma unroll
-            for (int l = 0; l < lanes; ++l) {
-                if (tile.access[i].has(s + l)) {
-                    const Accumulator gradient = widen(dy[i].lane[s + l]);
-                    of_dy += gradient;
-                    of_dy_xmu += gradient * (widen(x[i].lane[s + l]) - mean[s]);
+            for (int i = 0; i < TILE; ++i) {
+                Accumulator of_dy = 0, of_dy_xmu = 0;
+                #pragma unroll
+                for (int l = 0; l < lanes; ++l) {
+                    if (tile.access[i].has(s + l)) {
+                        const Accumulator gradient = widen(dy[i].lane[s + l]);
+                        of_dy += gradient;
+                        of_dy_xmu += gradient * (widen(x[i].lane[s + l]) - mean[s]);
+                    }
                 }
+                chunk_dy[s] += of_dy;
+                chunk_dy_xmu[s] += of_dy_xmu;
             }
-            sum_dy += of_dy;
-            sum_dy_xmu += of_dy_xmu;
         }
-        sums[s].merge({static_cast<double>(sum_dy), static_cast<double>(sum_dy_xmu)});
+        if (++tiles == CHUNK) end_chunk();
     }
-}
+
+    // The sums, once all has been added.
+    __device__ void finish(Sums (&all)[STATISTICS]) {
+        end_chunk();
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) all[s] = sums[s];
+    }
+
+  private:
+    Sums sums[STATISTICS] = {};
+    Accumulator chunk_dy[STATISTICS] = {}, chunk_dy_xmu[STATISTICS] = {};
+    int tiles = 0;  // of the chunk
+
+    __device__ void end_chunk() {
+        tiles = 0;
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) {
+            sums[s].merge(
+                {static_cast<double>(chunk_dy[s]), static_cast<double>(chunk_dy_xmu[s])});
+            chunk_dy[s] = chunk_dy_xmu[s] = 0;
+        }
+    }
+};
 
 // dx = dy * scale.
 __device__ inline void scale_tile(
@@ -83,15 +109,17 @@ KERNEL reduce(const BackwardArguments a) {
     }
     Accumulator mean[STATISTICS];
     read_means(a, work, mean);
-    Sums values[STATISTICS] = {};
+    Summation summation;
     for (long long n = 0; n < a.cut.tiles; ++n) {
         const Tile tile(cursor);
         Vector dy[TILE], x[TILE];
         tile.load<false>(a.dy, dy);
         tile.load<false>(a.x, x);
-        add_tile(values, tile, dy, x, mean);
+        summation.add(tile, dy, x, mean);
         if (a.dx != nullptr) scale_tile(a, tile, dy, coefficients);
     }
+    Sums values[STATISTICS];
+    summation.finish(values);
     write_parts(values, shared, a.partials, work, a.cut);
 }
 
@@ -119,7 +147,7 @@ KERNEL share_sums(const BackwardArguments a) {
         all.merge(sums.times(
             weight_of(a, (first + m) % static_cast<Offset>(a.geometry.group))));
     }
-    reduce_lanes(all);
+    reduce_lanes<32>(all);
     if (threadIdx.x % 32 != 0) return;
     write(a.sum_dy + first / members, static_cast<Accumulator>(all.dy));
     write(a.sum_dy_xmu + first / members, static_cast<Accumulator>(all.dy_xmu));
@@ -170,6 +198,7 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
     const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
+    prefetch(a, work);
 
     Cursor ahead(a.geometry, a.cut, work), cursor(a.geometry, a.cut, work);
     const auto fetch = [&](int n) {
@@ -186,17 +215,19 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
 
     Accumulator mean[STATISTICS];
     read_means(a, work, mean);
-    Sums values[STATISTICS] = {};
+    Summation summation;
     for (int n = 0; n < last; ++n) {
         const Tile first(cursor);
         Vector first_dy[TILE], first_x[TILE];
         wait_for_copies<AHEAD - 1>();
         shelf.get(n, 0, first_dy, 2);
         shelf.get(n, 1, first_x, 2);
-        add_tile(values, first, first_dy, first_x, mean);
+        summation.add(first, first_dy, first_x, mean);
         fetch_next(n, last, fetch);
     }
-    add_tile(values, tile, dy, x, mean);
+    summation.add(tile, dy, x, mean);
+    Sums values[STATISTICS];
+    summation.finish(values);
 
     Coefficients coefficients[STATISTICS];
     fold(

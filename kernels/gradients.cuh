@@ -63,7 +63,6 @@ struct BackwardArguments {
     Parameter dweight, dbias;
     double count;                                 // n, on all ranks
     double weight_offset;
-    long long centered;                           // 0: statistics about zero
     long long samples;                            // that a block takes, of rows
     Geometry geometry;
     Cut cut;
@@ -71,7 +70,8 @@ struct BackwardArguments {
 
 template <class Arguments>
 __device__ inline Accumulator mean_of(const Arguments& a, Offset channel) {
-    return a.mean == nullptr ? Accumulator(0) : read(a.mean + statistic_of(a.geometry, channel));
+    if (!CENTERED || a.mean == nullptr) return 0;
+    return read(a.mean + statistic_of(a.geometry, channel));
 }
 
 template <class Arguments>
@@ -95,6 +95,16 @@ template <class Arguments> __device__ inline void read_means(
     }
 }
 
+// Begins to bring here what will be asked for once the sums are known.
+__device__ inline void prefetch(const BackwardArguments& a, const Work& work) {
+    const Offset position = threadIdx.x % GROUP;
+    if (SPANS || position >= work.positions) return;
+    const Offset statistic = statistic_of(a.geometry, work.channel + position);
+    a.weight.prefetch(work.parameter + position);
+    if (a.inv_std != nullptr) prefetch(a.inv_std + statistic);
+    if (a.residual != nullptr) prefetch(a.residual + statistic);
+}
+
 __device__ inline double weight_of(const BackwardArguments& a, Offset parameter) {
     return a.weight.get(parameter, 1.0, a.weight_offset);
 }
@@ -107,7 +117,7 @@ __device__ inline Coefficients combine(
     const double slope =
         -(inv_std * inv_std) * (weighted.dy_xmu * inv_std / a.count);  // nothing overflows
     double offset = 0.0;
-    if (a.centered)
+    if (CENTERED)
         offset = -inv_std * (weighted.dy / a.count) - times_residual(residual, slope);
     return {mean, static_cast<Accumulator>(inv_std * weight), static_cast<Accumulator>(slope),
             static_cast<Accumulator>(offset)};

@@ -80,7 +80,7 @@ template <int PLANES> struct Kept {
                 Totals<PLANES> totals = {};
                 for (Offset i = p * each + threadIdx.x % 32; i < (p + 1) * each; i += 32)
                     totals.merge(total(i));
-                reduce_lanes(totals);
+                reduce_lanes<32>(totals);
                 if (threadIdx.x % 32 == 0) put(target + p, of_sample, totals);
             }
         }

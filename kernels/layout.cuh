@@ -6,7 +6,8 @@
 // accesses, and the accesses of all runs are numbered one after another. In columns the threads
 // of a row have WIDTH channels each, and the rows are numbered.
 //
-// Consecutive blocks are the parts of one group, so a cluster holds whole groups.
+// Consecutive blocks are the parts of one group, so a cluster holds whole groups; or `pieces` of
+// them, then as many of the next group, which lies beside them in memory.
 #pragma once
 
 #include "memory.cuh"
@@ -22,16 +23,19 @@ struct Work {
     __device__ Work(const Geometry& g, const Cut& cut, bool reversed) {
         const Offset unit = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         const Offset parts = static_cast<Offset>(cut.parts);
+        const Offset pieces = static_cast<Offset>(cut.pieces);
         const Offset group = static_cast<Offset>(g.group);
-        part = unit % parts;
+        const Offset groups = gridDim.x / parts;
+        const Offset which = unit / pieces % groups;
+        part = unit / pieces / groups * pieces + unit % pieces;
         if (COLUMNS) {
             const Offset taken = static_cast<Offset>(cut.taken);
             const Offset slices = (group + taken - 1) / taken;
-            const Offset first = unit / parts % slices * taken;
+            const Offset first = which % slices * taken;
             positions = group - first < taken ? group - first : taken;
-            place(g, unit / parts / slices, first);
+            place(g, which / slices, first);
         } else {
-            const Offset number = unit / parts * (THREADS / GROUP) + threadIdx.x / GROUP;
+            const Offset number = which * (THREADS / GROUP) + threadIdx.x / GROUP;
             positions = number < static_cast<Offset>(g.batch) * group ? 1 : 0;
             place(g, positions ? number / group : 0, positions ? number % group : 0);
         }

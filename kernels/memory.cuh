@@ -33,6 +33,14 @@ __device__ inline void end_group_of_copies() {
 #endif
 }
 
+// Begins to bring a number, if there is one, to the second-level cache.
+__device__ inline void prefetch(const void* place) {
+    if (place != nullptr) asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
+}
+
+// Lets the blocks of a cluster see what this thread knows to be written.
+__device__ inline void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+
 // Waits for all groups of copies but the last `PENDING`.
 template <int PENDING> __device__ inline void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
@@ -68,7 +76,7 @@ template <class T> __device__ inline T read(const T* place) {
 // Reads data for the last time.
 template <class T> __device__ inline T read_last(const T* place) {
     using W = typename Word<sizeof(T)>::type;
-    return bits<T>(__ldcs(reinterpret_cast<const W*>(place)));
+    return bits<T>(__ldcg(reinterpret_cast<const W*>(place)));
 }
 
 // The same to shared memory, where it is found after `wait_for_copies`.
@@ -86,7 +94,7 @@ template <class T> __device__ inline T read_common(const T* place) {
 // Writes data that this kernel will not read.
 template <class T> __device__ inline void write(T* place, const T& value) {
     using W = typename Word<sizeof(T)>::type;
-    __stcs(reinterpret_cast<W*>(place), bits<W>(value));
+    __stcg(reinterpret_cast<W*>(place), bits<W>(value));
 }
 
 __device__ inline double to_number(double value) { return value; }
@@ -113,9 +121,14 @@ template <class T> __device__ inline void read_numbers(
     #pragma unroll
     for (int i = 0; i < WIDTH; i += each) {
         const Part part = read_common(reinterpret_cast<const Part*>(place + i));
-        #pragma unroll
-        for (int j = 0; j < each; ++j)
-            numbers[i + j] = shifted(part.number[j], offset);
+        if (offset == 0.0) {  // as a rule
+            #pragma unroll
+            for (int j = 0; j < each; ++j)
+                numbers[i + j] = static_cast<Accumulator>(to_number(part.number[j]));
+        } else {
+            #pragma unroll
+            for (int j = 0; j < each; ++j) numbers[i + j] = shifted(part.number[j], offset);
+        }
     }
 }
 
@@ -160,6 +173,10 @@ struct Parameter {
         } else {
             read_numbers(as<__nv_bfloat16>() + i, offset, numbers);
         }
+    }
+
+    __device__ void prefetch(Offset i) const {
+        if (data != nullptr) ::prefetch(as<char>() + i * (kind == 0 ? 4 : kind == 1 ? 8 : 2));
     }
 
     __device__ void set(Offset i, double value) const {

@@ -19,23 +19,13 @@ struct Moments {
     Accumulator count;
 
     __device__ void merge(const Moments& other) {
-        if (other.count == 0) return;
-        if (count == 0) {
-            *this = other;
-            return;
-        }
-        const Accumulator share = other.count / (count + other.count);
+        const Accumulator both = count + other.count;
+        const Accumulator share = both == 0 ? 0 : other.count / both;
         const double delta = other.mean - mean;
         m2 += other.m2 + delta * delta * static_cast<double>(count * share);
         // Infinity stays infinity; infinities of both signs make NaN.
         mean = is_finite(delta) ? mean + delta * static_cast<double>(share) : mean + other.mean;
-        count += other.count;
-    }
-
-    __device__ Moments down(int offset, int width) const {
-        return {__shfl_down_sync(ALL_LANES, mean, offset, width),
-                __shfl_down_sync(ALL_LANES, m2, offset, width),
-                __shfl_down_sync(ALL_LANES, count, offset, width)};
+        count = both;
     }
 
     __device__ static Moments read(const double* partials, Offset i) {
@@ -50,23 +40,43 @@ struct Moments {
     }
 };
 
-// Tiles of a chunk: 16 elements of a statistic at least, 256 at most.
-constexpr int CHUNK = 8;
+// Over lanes (reduce.cuh): about the mean that the first of them has these are plain sums. It
+// has as many elements as any other, so the sum of squares is at most 1 + NUMBER / APART times
+// that about the mean of all, which costs five of float64's digits at worst.
+template <int NUMBER, int APART = 1> __device__ inline void reduce_lanes(Moments& moments) {
+    double center = __shfl_sync(ALL_LANES, moments.mean, threadIdx.x % APART, NUMBER);
+    if (!is_finite(center)) center = 0;  // infinity stays infinity
+    const double step = moments.mean - center;
+    double sum = static_cast<double>(moments.count) * step;
+    double squares = moments.m2 + sum * step;
+    #pragma unroll
+    for (int offset = NUMBER / 2; offset >= APART; offset /= 2) {
+        sum += __shfl_down_sync(ALL_LANES, sum, offset, NUMBER);
+        squares += __shfl_down_sync(ALL_LANES, squares, offset, NUMBER);
+        moments.count += __shfl_down_sync(ALL_LANES, moments.count, offset, NUMBER);
+    }
+    const double correction =
+        moments.count == 0 ? 0.0 : sum / static_cast<double>(moments.count);
+    const double rest = squares - correction * sum;
+    moments.mean = center + correction;
+    moments.m2 = rest < 0 ? 0.0 : rest;  // NaN stays NaN
+}
 
 // Elements of a tile that belong to a thread's statistic `s`: all lanes of runs, lane `s`
 // of columns.
 constexpr int LANES = COLUMNS ? 1 : WIDTH;
 
-// Moments of the elements that a thread has seen. All of its statistics have as many.
+// Moments of the elements that a thread has seen. All of its statistics have as many. Not CENTERED,
+// they are about zero: the mean is 0, and m2 the sum of squares.
 class Accumulation {
   public:
-    // About zero if not `centered`: the mean is 0, and m2 the sum of squares.
-    __device__ explicit Accumulation(bool centered) : centered(centered) {}
-
     __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
         if (tile.whole()) add<true>(tile, x);
         else add<false>(tile, x);
-        if (++tiles == CHUNK) end_chunk();
+        if (++tiles == CHUNK) {
+            end_chunk();
+            move_center();
+        }
     }
 
     // The moments, once all has been added.
@@ -75,7 +85,7 @@ class Accumulation {
         const double each = count == 0 ? 0.0 : static_cast<double>(1 / count);
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
-            const double correction = centered ? sum[s] * each : 0.0;
+            const double correction = CENTERED ? sum[s] * each : 0.0;
             const double rest = squares[s] - correction * sum[s];
             moments[s] = {center[s] + correction, rest < 0 ? 0.0 : rest, count};  // NaN stays NaN
         }
@@ -88,7 +98,6 @@ class Accumulation {
     Accumulator count = 0;  // of all; exact up to 2^24 in float32
     Accumulator moving = 0;  // the count at which the center moves
     int tiles = 0;  // of the chunk
-    bool centered;
 
     template <bool WHOLE> __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
         Accumulator number = TILE * LANES;
@@ -100,7 +109,7 @@ class Accumulation {
                 for (int l = 0; l < LANES; ++l) number += tile.access[i].has(l) ? 1 : 0;
             if (number == 0) return;
         }
-        if (count == 0 && centered) {
+        if (CENTERED && count == 0) {
             #pragma unroll
             for (int s = 0; s < STATISTICS; ++s) {
                 Accumulator pivot = widen(x[0].lane[s]);
@@ -118,7 +127,8 @@ class Accumulation {
                 #pragma unroll
                 for (int l = 0; l < LANES; ++l) {
                     if (WHOLE || tile.access[i].has(l)) {
-                        const Accumulator deviation = widen(x[i].lane[s + l]) - center[s];
+                        const Accumulator deviation =
+                            CENTERED ? widen(x[i].lane[s + l]) - center[s] : widen(x[i].lane[s + l]);
                         of_vector += deviation;
                         squares_of_vector += deviation * deviation;
                     }
@@ -152,7 +162,10 @@ class Accumulation {
             squares[s] += chunk_squares[s];
             chunk_sum[s] = chunk_squares[s] = 0;
         }
-        if (count < moving || !centered || count == 0) return;
+    }
+
+    __device__ void move_center() {
+        if (!CENTERED || count < moving || count == 0) return;
         moving = 2 * count;
         const double each = static_cast<double>(1 / count);
         #pragma unroll

@@ -33,7 +33,7 @@ CLUSTER_KERNEL normalize_rows(const TransformArguments a) {
         wait_for_copies<1>();
         const Work work = turns.work(g, turn);
         Cursor cursor(g, a.cut, work);
-        Accumulation accumulation(a.centered != 0);
+        Accumulation accumulation;
         Vector x[TILE];
         for (int n = 0; n < last; ++n) {
             const Tile tile(cursor);

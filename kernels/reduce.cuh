@@ -4,27 +4,29 @@
 //
 // A partial result P has `merge(const P&)`, `down(offset, width)` (that of the lane
 // `offset` further on), and `read` and `write` of a few doubles in global memory.
+// (Moments are reduced over lanes in a way of their own: see moments.cuh.)
 #pragma once
 
 #include "layout.cuh"
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
+// Tiles of a chunk, whose sums are taken in the accumulator type: 16 elements of a statistic at
+// least, 256 at most.
+constexpr int CHUNK = 8;
+
+// Over lanes of a warp that are APART from each other, of each NUMBER of them, both powers of
+// two: the first APART hold the results.
+template <int NUMBER, int APART = 1, class P> __device__ inline void reduce_lanes(P& value) {
+    #pragma unroll
+    for (int offset = NUMBER / 2; offset >= APART; offset /= 2)
+        value.merge(value.down(offset, NUMBER));
+}
+
 // Over the lanes of a warp that share a statistic: the first ACROSS of them hold the result.
 template <class P> __device__ inline void reduce_warp(P (&values)[STATISTICS]) {
     #pragma unroll
-    for (int offset = GROUP_LANES / 2; offset >= ACROSS; offset /= 2) {
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s)
-            values[s].merge(values[s].down(offset, GROUP_LANES));
-    }
-}
-
-// Over the first NUMBER lanes of a warp, a power of two: lane 0 holds the result.
-template <int NUMBER = 32, class P> __device__ inline void reduce_lanes(P& value) {
-    #pragma unroll
-    for (int offset = NUMBER / 2; offset > 0; offset /= 2)
-        value.merge(value.down(offset, NUMBER));
+    for (int s = 0; s < STATISTICS; ++s) reduce_lanes<GROUP_LANES, ACROSS>(values[s]);
 }
 
 // What a block folds its warps' results in.
@@ -56,18 +58,26 @@ template <class P> __device__ inline void reduce_block(P (&values)[STATISTICS], 
         if (base + warp * 32 / WARPS >= POSITIONS) break;  // the same for a whole warp
         P value = {};
         if (position < POSITIONS) value = folds.partials[from * POSITIONS + position];
-        #pragma unroll
-        for (int offset = WARPS / 2; offset > 0; offset /= 2)
-            value.merge(value.down(offset, WARPS));
+        reduce_lanes<WARPS>(value);
         if (from == 0 && position < POSITIONS) folds.totals[position] = value;
     }
     __syncthreads();
 }
 
-// Clusters exist on compute capability 9.0 and newer.
+// Clusters exist on compute capability 9.0 and newer. A barrier that publishes what all threads
+// have written costs each of them a wait for its writes. So what the block's first thread, or any
+// before a barrier of the block, has written is published by that one.
+__device__ inline void cluster_publish() {
+#if CLUSTER > 1
+    if (threadIdx.x == 0) fence_cluster();
+    __cluster_barrier_arrive_relaxed();
+#endif
+}
+
+// Says that this thread has read what others published.
 __device__ inline void cluster_arrive() {
 #if CLUSTER > 1
-    __cluster_barrier_arrive();
+    __cluster_barrier_arrive_relaxed();
 #endif
 }
 
@@ -93,10 +103,17 @@ template <class P> __device__ inline P cluster_total(P* totals, int position) {
 template <class P> __device__ inline P reduce_parts(
     const double* partials, Offset first, Offset number
 ) {
+    constexpr int at_once = 4;  // asked for before the first is waited for
     P value = {};
-    for (Offset part = threadIdx.x % 32; part < number; part += 32)
-        value.merge(P::read(partials, first + part));
-    reduce_lanes(value);
+    for (Offset part = threadIdx.x % 32; part < number; part += at_once * 32) {
+        P next[at_once];
+        #pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            next[i] = part + i * 32 < number ? P::read(partials, first + part + i * 32) : P{};
+        #pragma unroll
+        for (int i = 0; i < at_once; ++i) value.merge(next[i]);
+    }
+    reduce_lanes<32>(value);
     return value;
 }
 
@@ -162,7 +179,7 @@ template <class P, class C, class Weigh, class Finish> __device__ inline void fo
     reduce_lanes<WARPS>(total);
 #if CLUSTER > 1
     if (threadIdx.x == 0) folds.totals[0] = total;
-    cluster_arrive();
+    cluster_publish();
     cluster_wait();
     total = {};
     if (lane < CLUSTER)
@@ -201,7 +218,7 @@ template <class P, class C, class Weigh, class Finish> __device__ inline void fo
     auto& header = *reinterpret_cast<Header<P, C>*>(shared);
     static_assert(GROUP < THREADS || sizeof(header) <= HEADER, "room for the header");
     reduce_block(values, header.folds);
-    cluster_arrive();
+    cluster_publish();
     cluster_wait();
     P* const weighted = header.folds.partials;  // nobody needs these any more
     if (MERGED) {

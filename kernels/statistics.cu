@@ -4,7 +4,6 @@
 struct MomentsArguments {
     const Element* x;
     double* partials;
-    long long centered;  // 0: about zero
     Geometry geometry;
     Cut cut;
 };
@@ -17,7 +16,7 @@ KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
-    Accumulation accumulation(a.centered != 0);
+    Accumulation accumulation;
     for (long long n = 0; n < a.cut.tiles; ++n) {
         const Tile tile(cursor);
         Vector x[TILE];

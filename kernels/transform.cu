@@ -65,6 +65,7 @@ CLUSTER_KERNEL normalize(const TransformArguments a) {
     const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
+    prefetch(a, work);
 
     Cursor ahead(a.geometry, a.cut, work), cursor(a.geometry, a.cut, work);
     fetch_first(last, [&](int n) { shelf.fetch(Tile(ahead), a.x, n, 0, 1); });
@@ -73,7 +74,7 @@ CLUSTER_KERNEL normalize(const TransformArguments a) {
     Vector x[TILE], kept[TILE];
     tile.load<true>(a.x, x);
 
-    Accumulation accumulation(a.centered != 0);
+    Accumulation accumulation;
     for (int n = 0; n < last; ++n) {
         const Tile first(cursor);
         wait_for_copies<AHEAD - 1>();

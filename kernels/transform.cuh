@@ -26,11 +26,21 @@ struct TransformArguments {
     Parameter weight, bias, running_mean, running_var;
     double eps, scale, factor;  // scale: of the batch's biased variance when it is blended
     double weight_offset;
-    long long centered;         // 0: statistics about zero
     long long samples;          // of a block (normalize_rows)
     Geometry geometry;
     Cut cut;
 };
+
+// Begins to bring here what will be asked for once the statistics are known.
+__device__ inline void prefetch(const TransformArguments& a, const Work& work) {
+    const Offset position = threadIdx.x % GROUP;
+    if (SPANS || position >= work.positions) return;
+    const Offset parameter = work.parameter + position;
+    a.weight.prefetch(parameter);
+    a.bias.prefetch(parameter);
+    a.running_mean.prefetch(parameter);
+    a.running_var.prefetch(parameter);
+}
 
 // The shift makes up for the residual: what rounding took from the mean.
 __device__ inline Coefficients combine(
@@ -50,7 +60,7 @@ __device__ inline Coefficients save(
     bool first
 ) {
     const Accumulator rounded = static_cast<Accumulator>(mean);
-    const Accumulator inv_std = static_cast<Accumulator>(1.0 / sqrt(var + a.eps));
+    const Accumulator inv_std = static_cast<Accumulator>(rsqrt(var + a.eps));
     const Accumulator residual =
         is_finite(rounded) ? static_cast<Accumulator>(mean - static_cast<double>(rounded)) : 0;
     if (first) {
@@ -100,7 +110,8 @@ __device__ inline void transform_tile(
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
             const Coefficients& c = coefficients[COLUMNS ? lane : 0];
-            Accumulator value = (widen(x[i].lane[lane]) - c.mean) * c.scale + c.shift;
+            const Accumulator number = widen(x[i].lane[lane]);
+            Accumulator value = (CENTERED ? number - c.mean : number) * c.scale + c.shift;
             if (SPANS) value = value * parameters.weight[i][lane] + parameters.bias[i][lane];
             result.lane[lane] = narrow(value);
         }

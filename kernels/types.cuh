@@ -16,6 +16,7 @@
 //   MERGED       1: neighbouring channels, `members` of them, share a statistic
 //   SPANS        parameters of runs: 0: one a run, of its channel; 1: they change between
 //                accesses; 2: within them
+//   CENTERED     0: statistics are about zero
 //   SHELVES      2: a group that takes rows in turns has room for the next; 1: it has not
 #pragma once
 
@@ -113,6 +114,7 @@ struct Cut {
     long long windows;  // accesses that cover a run; 0 for columns
     long long share;    // accesses (columns: rows) of a part
     long long parts;    // parts of a statistic: blocks that work on it
+    long long pieces;   // parts that consecutive blocks have, before those of other statistics
     long long tiles;    // tiles of a part
     long long shift;    // elements from the 16-byte boundary before the arrays to their start
     long long taken;    // of the POSITIONS of a group of threads, those it works on

@@ -169,6 +169,7 @@ def _cut_for_cuda(monkeypatch, resident, _streaming):
     if not resident:
         monkeypatch.setattr(launch, "CANDIDATES", (launch._stream,))
         monkeypatch.setattr(launch, "SWEEPS", (launch._stream,))
+        monkeypatch.setattr(launch, "ELEMENTWISE", (launch._scattered,))
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def small_pieces(monkeypatch, backend):
     from cunorm.cpu import backward, double_backward, plan, transform
     from cunorm.cuda import launch
 
-    caches = [launch.plan, launch.sweep]
+    caches = [launch.plan, launch.sweep, launch.elementwise]
     for module in (plan, transform, backward, double_backward):
         caches += [f for f in vars(module).values() if hasattr(f, "cache_clear")]
 

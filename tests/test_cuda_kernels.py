@@ -40,6 +40,11 @@ COLUMNS = [
 ]
 
 
+def forget_plans():
+    for find in (launch.plan, launch.sweep, launch.elementwise):
+        find.cache_clear()
+
+
 @pytest.fixture
 def force(monkeypatch, backend):
     """Have a candidate chosen, with small blocks, so that little data makes many tiles."""
@@ -51,19 +56,18 @@ def force(monkeypatch, backend):
         monkeypatch.setattr(launch, "CANDIDATES", candidate)
         if name == "stream":
             monkeypatch.setattr(launch, "SWEEPS", candidate)
+            monkeypatch.setattr(launch, "ELEMENTWISE", (launch._scattered,))
         monkeypatch.setattr(launch, "_MOST_THREADS", 64)
         monkeypatch.setattr(launch, "_MOST_THREADS_ALONE", 64)
         monkeypatch.setattr(launch, "_STREAM_THREADS", 64)
         monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)  # however few the blocks
         if wide:
             monkeypatch.setattr(launch, "_WIDE_FROM", 0)
-        launch.plan.cache_clear()
-        launch.sweep.cache_clear()
+        forget_plans()
 
     yield force
     monkeypatch.undo()
-    launch.plan.cache_clear()
-    launch.sweep.cache_clear()
+    forget_plans()
 
 
 def plans(monkeypatch):

@@ -70,13 +70,13 @@ MUTANTS = {
     "lost barrier of the cluster": (
         "test_candidate and cluster and 257",
         "reduce.cuh",
-        "header.folds);\n    cluster_arrive();\n    cluster_wait();\n",
+        "header.folds);\n    cluster_publish();\n    cluster_wait();\n",
         "header.folds);\n",
     ),
     "lost barrier of a cluster that has one statistic": (
         "test_candidate and cluster",
         "reduce.cuh",
-        "totals[0] = total;\n    cluster_arrive();\n    cluster_wait();\n",
+        "totals[0] = total;\n    cluster_publish();\n    cluster_wait();\n",
         "totals[0] = total;\n",
     ),
     "a block of a cluster leaves early": (
@@ -88,8 +88,8 @@ MUTANTS = {
     "divergent shuffle": (
         "test_candidate and block and 257",
         "reduce.cuh",
-        "        for (int offset = WARPS / 2;",
-        "        if (position < POSITIONS) for (int offset = WARPS / 2;",
+        "        reduce_lanes<WARPS>(value);",
+        "        if (position < POSITIONS) reduce_lanes<WARPS>(value);",
     ),
     "shared memory that nobody wrote": (
         "test_candidate and block",
@@ -103,23 +103,29 @@ MUTANTS = {
         "wait_for_copies<AHEAD - 1>();",
         "wait_for_copies<AHEAD>();",
     ),
-    "wrong merge weight": (
-        "test_candidate and warp",
+    "wrong weight of a part": (
+        "test_candidate and stream and 300",
         "moments.cuh",
         "static_cast<double>(count * share)",
         "static_cast<double>(count)",
     ),
+    "means of lanes forgotten": (
+        "test_candidate and warp",
+        "moments.cuh",
+        "moments.m2 + sum * step",
+        "moments.m2",
+    ),
     "parts counted twice": (
         "test_candidate and stream and 300",
         "reduce.cuh",
-        "part += 32)",
-        "part += 16)",
+        "part += at_once * 32)",
+        "part += at_once * 16)",
     ),
     "a lane left out": (
         "test_candidate and warp",
         "reduce.cuh",
-        "int offset = GROUP_LANES / 2; offset >= ACROSS;",
-        "int offset = GROUP_LANES / 4; offset >= ACROSS;",
+        "reduce_lanes<GROUP_LANES, ACROSS>(values[s])",
+        "reduce_lanes<GROUP_LANES / 2, ACROSS>(values[s])",
     ),
     "rounding of the mean not corrected": (
         "mean_much_larger",
@@ -286,7 +292,7 @@ MUTANTS = {
     "statistics about the mean after all": (
         "test_candidate_of_norms and warp and RMS and 120",
         "moments.cuh",
-        "const double correction = centered ? ",
+        "const double correction = CENTERED ? ",
         "const double correction = true ? ",
     ),
 }

@@ -56,6 +56,11 @@ def operation(name, x, dy, out, axis):
     return lambda: cunorm.batch_norm_backward(dy, x, saved, weight, out=out)
 
 
+def forget_plans():
+    for find in (launch.plan, launch.sweep, launch.elementwise):
+        find.cache_clear()
+
+
 @pytest.fixture
 def only(monkeypatch):
     """Have one candidate alone, however few the blocks."""
@@ -66,12 +71,12 @@ def only(monkeypatch):
         monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)
         if plan in ("warp", "stream"):
             monkeypatch.setattr(launch, "SWEEPS", candidate)
-        launch.plan.cache_clear()
-        launch.sweep.cache_clear()
+            elementwise = launch._warp if plan == "warp" else launch._scattered
+            monkeypatch.setattr(launch, "ELEMENTWISE", (elementwise,))
+        forget_plans()
 
     yield only
-    launch.plan.cache_clear()
-    launch.sweep.cache_clear()
+    forget_plans()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)

@@ -37,7 +37,7 @@ def options(plan):
 def packed(plan):
     """Geometry and Cut, as the kernels see them."""
     names = ("batch", "outer", "group", "inner", "members", "parameters", "span", "windows",
-             "share", "parts", "tiles", "shift", "taken")  # fmt: skip
+             "share", "parts", "pieces", "tiles", "shift", "taken")  # fmt: skip
     return dict(zip(names, np.frombuffer(plan.packed, np.int64).tolist(), strict=True))
 
 
@@ -52,8 +52,10 @@ def check(plan, geometry, dtype, operands, device):
     columns = cut["inner"] == 1
     accesses = cut["outer"] * (1 if columns else cut["windows"])
     assert accesses <= cut["parts"] * cut["share"]
+    assert cut["parts"] % cut["pieces"] == 0
+    assert plan.blocks % cut["parts"] == 0
     if o["CLUSTER"] == 1:  # a cluster may be too large for little data
-        assert (cut["parts"] - 1) * cut["share"] < accesses
+        assert (cut["parts"] - cut["pieces"]) * cut["share"] < accesses
     deep = o["GROUP"] // o["ACROSS"]
     assert (cut["tiles"] - 1) * deep * o["TILE"] < cut["share"] <= cut["tiles"] * deep * o["TILE"]
     assert o["WIDTH"] * dtype.itemsize <= 16
@@ -124,7 +126,8 @@ def test_every_plan_covers_its_geometry(geometry, dtype, operands, lie, device):
         else:
             assert re.search(r"\w", made)
     apart = geometry.apart()
-    check(launch.sweep(geometry, dtype, operands, lie, device), apart, dtype, operands, device)
+    for find in (launch.sweep, launch.elementwise):
+        check(find(geometry, dtype, operands, lie, device), apart, dtype, operands, device)
 
 
 def names(shape, dtype, device, axis=1, operands=1):

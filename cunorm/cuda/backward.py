@@ -19,21 +19,21 @@ __all__ = ["backward", "input_gradient", "reduce"]
 PARTIAL_SUMS = 2  # float64 numbers of a part
 
 # BackwardArguments in gradients.cuh, up to the geometry.
-_ARGUMENTS = struct.Struct("=6QQq6QQqQq2d2q")
+_ARGUMENTS = struct.Struct("=6QQq6QQqQq2dq")
 _ADD_UP = struct.Struct("=QQqQq3q")
 
 
 def _arguments(
     dy, x, mean, *, dx=0, residual=None, inv_std=None, weight=None, partials=0,
     given=(0, 0), sums=(0, 0), gradients=0, dweight=None, dbias=None, count=0,
-    weight_offset=0.0, centered=True, samples=0,
+    weight_offset=0.0, samples=0,
 ) -> bytes:  # fmt: skip
     """`given` and `sums`: addresses of sums of dy and dy * (x - mean) to read and to write."""
     return _ARGUMENTS.pack(
         source.pointer(dy), source.pointer(x), dx,
         address(mean), address(residual), address(inv_std), *parameter(weight),
         partials, *given, *sums, gradients, *parameter(dweight), *parameter(dbias),
-        count, weight_offset, centered, samples,
+        count, weight_offset, samples,
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def input_gradient(
     weight = dense(weight)
     target = source.pointer(out)
     lie = launch.alignment(source.pointer(dy), source.pointer(x), target)
-    plan = launch.sweep(geometry, x.dtype, 2, lie, source.device())
+    plan = launch.elementwise(geometry, x.dtype, 2, lie, source.device())
     arguments = _arguments(
         dy, x, mean, dx=target, residual=residual, inv_std=inv_std, weight=weight,
         given=(source.pointer(sum_dy), source.pointer(sum_dy_xmu)), count=count,
@@ -99,11 +99,10 @@ def backward(
     # A missing output counts as 16-byte aligned, as fresh ones are.
     lie = launch.alignment(source.pointer(dy), source.pointer(x), target)
     find = launch.plan if training else launch.sweep
-    plan = find(geometry, x.dtype, 2, lie, source.device())
+    plan = find(geometry, x.dtype, 2, lie, source.device(), mean is not None)
     options = {
         "residual": residual, "inv_std": inv_std, "weight": aligned(weight, plan),
-        "count": geometry.count, "weight_offset": weight_offset,
-        "centered": mean is not None, "samples": plan.samples,
+        "count": geometry.count, "weight_offset": weight_offset, "samples": plan.samples,
     }  # fmt: skip
     gradients = None
     wanted = dweight is not None or dbias is not None

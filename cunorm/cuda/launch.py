@@ -26,8 +26,8 @@ import numpy as np
 from ..geometry import Geometry
 
 __all__ = [
-    "Alignment", "Device", "Launch", "LaunchPlan", "adding", "alignment", "candidates", "plan",
-    "sweep",
+    "Alignment", "Device", "Launch", "LaunchPlan", "adding", "alignment", "candidates",
+    "elementwise", "plan", "sweep",
 ]  # fmt: skip
 
 # Accesses that a thread has in flight for each input, by their bytes. Of 16 bytes, 4 make
@@ -40,12 +40,16 @@ _TILES = {16: 4, 8: 4, 4: 8, 2: 16}
 # shared memory.
 _LEAST_THREADS = 64
 _MOST_THREADS = 256
+_SHARING = 2  # blocks that have the shared memory of a multiprocessor
 _MOST_THREADS_ALONE = 512
 
 # Columns: a row of a block is 128 bytes, a line of the second-level cache; two rows of
 # 64 bytes where that keeps more multiprocessors busy.
 _ROW_BYTES = 128
 _LEAST_ROW_BYTES = 64
+
+# Where no block keeps a statistic: so many threads have a row, as wide accesses as there are.
+_SCATTERED_ROW_BYTES = 512
 
 # Rows: bytes that a thread has of one, of all inputs together. To fold and finish a statistic costs
 # a warp some 600 instructions, 145 of them in float64, as much as 40 elements of each thread. More
@@ -159,6 +163,7 @@ class _Problem(NamedTuple):
     operands: int  # arrays that are read: 1 forward, 2 backward, 3 in a double backward pass
     access: _Access
     device: Device
+    centered: bool  # whether statistics are about the mean, not about zero
 
 
 _Candidate: TypeAlias = Callable[[_Problem], "LaunchPlan | str"]
@@ -283,9 +288,11 @@ def _at_once(device: Device, each: int, cluster: int) -> int:
 
 def _built(
     p: _Problem, name: str, *, resident: bool, threads: int, group: int, across: int,
-    share: int, parts: int, cluster: int, shelves: int = 2,
+    share: int, parts: int, cluster: int, shelves: int = 2, pieces: int = 0,
 ) -> LaunchPlan:  # fmt: skip
     """The plan whose groups of `group` threads take `share` accesses (columns: rows).
+
+    So many `pieces`, not all parts, of a statistic have consecutive blocks, if that is given.
 
     Rows that are taken in turns have so many shelves.
     """
@@ -346,6 +353,7 @@ def _built(
         "HEADER": header,
         "MERGED": int(resident and members > 1),
         "SPANS": _spans(p),
+        "CENTERED": int(p.centered),
         "SHELVES": shelves,
     }
     return LaunchPlan(
@@ -357,8 +365,8 @@ def _built(
         shared=header + kept,
         parts=parts,
         packed=struct.pack(
-            "=13q", *p.geometry, p.span,
-            p.access.windows, share, parts, tiles, p.access.shift, taken,
+            "=14q", *p.geometry, p.span,
+            p.access.windows, share, parts, pieces or parts, tiles, p.access.shift, taken,
         ),
         rows=p.span > 0,
         samples=samples,
@@ -422,8 +430,8 @@ def _resident(
     if refusal is not None:
         return refusal
     limit = p.device.shared_per_block
-    if not alone:  # of two blocks one can load while the other stores
-        limit = min(limit, p.device.shared_per_multiprocessor // 2 - _RESERVED_SHARED)
+    if not alone:  # one can load while another stores
+        limit = min(limit, p.device.shared_per_multiprocessor // _SHARING - _RESERVED_SHARED)
     most = _MOST_THREADS_ALONE if alone else _MOST_THREADS
     across = _across(p, row_bytes, True)
     unit = _unit(p)
@@ -523,6 +531,33 @@ def _stream(p: _Problem) -> LaunchPlan | str:
     return _built(
         p, "stream", resident=False, threads=threads, group=threads, across=across,
         share=min(share, number), parts=_ceil_div(number, share), cluster=1,
+        pieces=1 if p.geometry.inner == 1 else 0,  # neighbouring columns lie in the same rows
+    )  # fmt: skip
+
+
+def _scattered(p: _Problem) -> LaunchPlan | str:
+    """Blocks of a tile each, one after another as they lie in memory, whatever statistic they have.
+
+    Memory is fastest where what is under way lies together.
+    """
+    across = _across(p, _SCATTERED_ROW_BYTES, False)
+    windows = p.access.windows
+    number = _accesses(p)
+    a_tile = _STREAM_THREADS // across * _tile(p)
+    pieces = 1
+    if p.geometry.inner == 1:
+        share = min(a_tile, number)
+    elif windows > a_tile // 2:  # parts of a run
+        pieces = _ceil_div(windows, a_tile)
+        share = _ceil_div(windows, pieces)
+    else:
+        share = min(a_tile // windows * windows, number)
+    threads = _power_of_two(_ceil_div(share * across, _tile(p)))
+    threads = max(_LEAST_THREADS, min(_STREAM_THREADS, threads))
+    parts = _ceil_div(_ceil_div(number, share), pieces) * pieces
+    return _built(
+        p, "scattered", resident=False, threads=threads, group=threads, across=across,
+        share=share, parts=parts, cluster=1, pieces=pieces,
     )  # fmt: skip
 
 
@@ -539,15 +574,19 @@ CANDIDATES: tuple[_Candidate, ...] = (
 #: What is tried for kernels that read everything once anyway.
 SWEEPS: tuple[_Candidate, ...] = (_warp, _stream)
 
+#: And of these for such that make nothing but their output.
+ELEMENTWISE: tuple[_Candidate, ...] = (_warp, _scattered)
+
 
 def _problem(
-    geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device
-) -> _Problem:
+    geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
+    centered: bool = True,
+) -> _Problem:  # fmt: skip
     geometry, span = _canonical(geometry)
     access = _access(geometry, dtype.itemsize, lie, span > 0)
     if operands == 3 and geometry.inner == 1:  # five numbers of a column take ten registers
         access = access._replace(width=min(access.width, 4))
-    return _Problem(geometry, span, dtype.name, dtype.itemsize, operands, access, device)
+    return _Problem(geometry, span, dtype.name, dtype.itemsize, operands, access, device, centered)
 
 
 def candidates(
@@ -573,25 +612,40 @@ def _first(tried: tuple[_Candidate, ...], p: _Problem) -> LaunchPlan:
 
 @lru_cache(maxsize=4096)
 def plan(
-    geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device
-) -> LaunchPlan:
+    geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
+    centered: bool = True,
+) -> LaunchPlan:  # fmt: skip
     """Plan for statistics and transform of a geometry of at least one element.
 
     ``operands`` is the number of arrays that are read: 1 forward, 2 backward, 3 in a double
-    backward pass.
+    backward pass. Statistics are ``centered`` about the mean, or about zero.
     """
-    return _first(CANDIDATES, _problem(geometry, dtype, operands, lie, device))
+    return _first(CANDIDATES, _problem(geometry, dtype, operands, lie, device, centered))
 
 
 @lru_cache(maxsize=4096)
 def sweep(
-    geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device
-) -> LaunchPlan:
+    geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
+    centered: bool = True,
+) -> LaunchPlan:  # fmt: skip
     """Plan for a kernel that reads everything once, of a geometry of at least one element.
 
     Statistics are known: no channel needs another.
     """
-    return _first(SWEEPS, _problem(geometry.apart(), dtype, operands, lie, device))
+    return _first(SWEEPS, _problem(geometry.apart(), dtype, operands, lie, device, centered))
+
+
+@lru_cache(maxsize=4096)
+def elementwise(
+    geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
+    centered: bool = True,
+) -> LaunchPlan:  # fmt: skip
+    """Plan for a kernel that reads everything once and makes nothing but as much output.
+
+    It takes a geometry of at least one element. Statistics are known: no channel needs another.
+    """
+    problem = _problem(geometry.apart(), dtype, operands, lie, device, centered)
+    return _first(ELEMENTWISE, problem)
 
 
 def adding(columns: int, dtype: np.dtype, numbers: int) -> Launch:
@@ -602,7 +656,9 @@ def adding(columns: int, dtype: np.dtype, numbers: int) -> Launch:
         "WIDE": int(numbers >= _WIDE_FROM),
         "THREADS": threads,
         "GROUP": threads,
-        **dict.fromkeys(("WIDTH", "ALIGNED", "TILE", "ACROSS", "CLUSTER", "SHELVES"), 1),
+        **dict.fromkeys(
+            ("WIDTH", "ALIGNED", "TILE", "ACROSS", "CLUSTER", "CENTERED", "SHELVES"), 1
+        ),
         **dict.fromkeys(("COLUMNS", "HEADER", "MERGED", "SPANS"), 0),
     }
     return Launch(_macros(options), _ceil_div(columns, 32), threads, threads * 16)

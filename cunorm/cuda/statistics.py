@@ -15,7 +15,7 @@ __all__ = ["moments", "update_running"]
 
 PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
-_MOMENTS = struct.Struct("=2Qq")
+_MOMENTS = struct.Struct("=2Q")
 _FINISH = struct.Struct("=3Q3q")
 _UPDATE = struct.Struct("=QqQq2Q2d2q")
 
@@ -70,9 +70,9 @@ def launch_channels(file: str, name: str, plan: LaunchPlan, each: int, number: i
     source.launch(file, name, plan.options, blocks, plan.threads, 0, arguments)
 
 
-def partial_moments(x, partials: int, plan: LaunchPlan, centered=True) -> None:
+def partial_moments(x, partials: int, plan: LaunchPlan) -> None:
     """(mean, m2, count) of every part of every channel, at the address `partials`."""
-    arguments = _MOMENTS.pack(source.pointer(x), partials, centered)
+    arguments = _MOMENTS.pack(source.pointer(x), partials)
     launch_cut("statistics.cu", "moments", plan, arguments)
 
 

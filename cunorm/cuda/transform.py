@@ -27,7 +27,7 @@ from .statistics import (
 __all__ = ["infer", "normalize", "transform"]
 
 # TransformArguments in transform.cuh, up to the geometry.
-_ARGUMENTS = struct.Struct("=7QQqQqQqQq4d2q")
+_ARGUMENTS = struct.Struct("=7QQqQqQqQq4dq")
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
@@ -38,10 +38,10 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
     weight, bias = dense(weight), dense(bias)
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
-    plan = launch.sweep(geometry, x.dtype, 1, lie, source.device())
+    plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device(), mean is not None)
     arguments = _ARGUMENTS.pack(
         source_place, target, address(mean), address(residual), address(inv_std), 0, 0,
-        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, True, 0,
+        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, 0,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
 
@@ -55,14 +55,14 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     weight, bias = dense(weight), dense(bias)
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
-    plan = launch.sweep(geometry, x.dtype, 1, lie, source.device())
+    plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device())
     xp = source.array_module()
     statistics = xp.empty((4, geometry.statistics), statistics_dtype(x.dtype))
     running_mean, running_var = dense(running_mean), dense(running_var)
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, 0, source.pointer(statistics),
         *parameter(weight), *parameter(bias), *parameter(running_mean), *parameter(running_var),
-        eps, 0.0, 0.0, 0.0, True, 0,
+        eps, 0.0, 0.0, 0.0, 0,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
     return statistics
@@ -81,7 +81,7 @@ def normalize(
     """
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
-    plan = launch.plan(geometry, x.dtype, 1, lie, source.device())
+    plan = launch.plan(geometry, x.dtype, 1, lie, source.device(), centered)
     weight, bias = aligned(weight, plan), aligned(bias, plan)
     dtype = statistics_dtype(x.dtype)
     number = geometry.statistics
@@ -95,13 +95,13 @@ def normalize(
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, place + 4 * row, place,
         *parameter(weight), *parameter(bias), *parameter(mean), *parameter(var),
-        eps, scale, factor, weight_offset, centered, plan.samples,
+        eps, scale, factor, weight_offset, plan.samples,
     )  # fmt: skip
     if plan.resident:
         in_turns = "normalize_rows.cu", "normalize_rows"
         launch_cut(*(in_turns if plan.samples else ("transform.cu", "normalize")), plan, arguments)
     else:
-        partial_moments(x, place + 4 * row, plan, centered)
+        partial_moments(x, place + 4 * row, plan)
         launch_channels(
             "transform.cu", "finish_statistics", plan, plan.threads // 32, number,
             arguments + plan.packed,
@@ -109,7 +109,7 @@ def normalize(
         arguments = _ARGUMENTS.pack(
             source_place, target, place, place + 2 * row, place + row, 0, 0,
             *parameter(weight), *parameter(bias), *ABSENT, *ABSENT,
-            0.0, 0.0, 0.0, weight_offset, True, 0,
+            0.0, 0.0, 0.0, weight_offset, 0,
         )  # fmt: skip
         launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)

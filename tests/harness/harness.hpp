@@ -73,20 +73,23 @@ static struct { struct { operator unsigned() const { return harness::grid(); } }
 
 template <class T> T __ldcg(const T* place) { return harness::load(place); }
 template <class T> T __ldg(const T* place) { return harness::load(place); }
-template <class T> T __ldcs(const T* place) { return harness::load(place); }
-template <class T> void __stcs(T* place, T value) {
+template <class T> void __stcg(T* place, T value) {
     harness::count_write(place, sizeof(T));
     *place = value;
 }
 
+inline double rsqrt(double value) { return 1.0 / std::sqrt(value); }
+
 template <int BYTES> void begin_copy(void* shared, const void* place) {
     harness::begin_copy(shared, place, BYTES);
 }
+inline void prefetch(const void*) {}
+inline void fence_cluster() {}
 inline void end_group_of_copies() { harness::end_group_of_copies(); }
 template <int PENDING> void wait_for_copies() { harness::wait_for_copies(PENDING); }
 
 inline void __syncthreads() { harness::barrier(); }
-inline void __cluster_barrier_arrive() { harness::cluster_arrive(); }
+inline void __cluster_barrier_arrive_relaxed() { harness::cluster_arrive(); }
 inline void __cluster_barrier_wait() { harness::cluster_wait(); }
 inline void* __cluster_map_shared_rank(const void* place, unsigned rank) {
     return harness::map_shared(place, rank);
