@@ -50,6 +50,7 @@ _LEAST_ROW_BYTES = 64
 
 # Where no block keeps a statistic: so many threads have a row, as wide accesses as there are.
 _SCATTERED_ROW_BYTES = 512
+_SCATTERED_COLUMN_TILES = 4  # since a block makes coefficients for all of its columns
 
 # Rows: bytes that a thread has of one, of all inputs together. To fold and finish a statistic costs
 # a warp some 600 instructions, 145 of them in float64, as much as 40 elements of each thread. More
@@ -546,7 +547,7 @@ def _scattered(p: _Problem) -> LaunchPlan | str:
     a_tile = _STREAM_THREADS // across * _tile(p)
     pieces = 1
     if p.geometry.inner == 1:
-        share = min(a_tile, number)
+        share = min(_SCATTERED_COLUMN_TILES * a_tile, number)
     elif windows > a_tile // 2:  # parts of a run
         pieces = _ceil_div(windows, a_tile)
         share = _ceil_div(windows, pieces)
@@ -555,10 +556,11 @@ def _scattered(p: _Problem) -> LaunchPlan | str:
     threads = _power_of_two(_ceil_div(share * across, _tile(p)))
     threads = max(_LEAST_THREADS, min(_STREAM_THREADS, threads))
     parts = _ceil_div(_ceil_div(number, share), pieces) * pieces
+    positions = across * p.access.width if p.geometry.inner == 1 else 1
     return _built(
         p, "scattered", resident=False, threads=threads, group=threads, across=across,
         share=share, parts=parts, cluster=1, pieces=pieces,
-    )  # fmt: skip
+    )._replace(shared=positions * _COEFFICIENT_BYTES[p.operands])  # fmt: skip
 
 
 #: What is tried for statistics and transform together, in this order.
