@@ -61,7 +61,7 @@ struct BackwardArguments {
     Accumulator *sum_dy, *sum_dy_xmu;
     Accumulator* gradients;                       // dweight, dbias of every sample, or block of them
     Parameter dweight, dbias;
-    double count;                                 // n, on all ranks
+    double each;                                  // 1 / n, n on all ranks
     double weight_offset;
     long long samples;                            // that a block takes, of rows
     Geometry geometry;
@@ -115,10 +115,10 @@ __device__ inline Coefficients combine(
     const Sums& weighted
 ) {
     const double slope =
-        -(inv_std * inv_std) * (weighted.dy_xmu * inv_std / a.count);  // nothing overflows
+        -(inv_std * inv_std) * (weighted.dy_xmu * inv_std * a.each);  // nothing overflows
     double offset = 0.0;
     if (CENTERED)
-        offset = -inv_std * (weighted.dy / a.count) - times_residual(residual, slope);
+        offset = -inv_std * (weighted.dy * a.each) - times_residual(residual, slope);
     return {mean, static_cast<Accumulator>(inv_std * weight), static_cast<Accumulator>(slope),
             static_cast<Accumulator>(offset)};
 }

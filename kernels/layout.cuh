@@ -6,7 +6,7 @@
 // accesses, and the accesses of all runs are numbered one after another. In columns the threads
 // of a row have WIDTH channels each, and the rows are numbered.
 //
-// Consecutive blocks are the parts of one group, so a cluster holds whole groups; or `pieces` of
+// Consecutive units are the parts of one group, so a cluster holds whole groups; or `pieces` of
 // them, then as many of the next group, which lies beside them in memory.
 #pragma once
 
@@ -20,12 +20,11 @@ struct Work {
     Offset part;
     Offset base;       // offset of its first element
 
-    __device__ Work(const Geometry& g, const Cut& cut, bool reversed) {
-        const Offset unit = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    __device__ Work(const Geometry& g, const Cut& cut, Offset unit) {
         const Offset parts = static_cast<Offset>(cut.parts);
         const Offset pieces = static_cast<Offset>(cut.pieces);
         const Offset group = static_cast<Offset>(g.group);
-        const Offset groups = gridDim.x / parts;
+        const Offset groups = static_cast<Offset>(cut.units) / parts;
         const Offset which = unit / pieces % groups;
         part = unit / pieces / groups * pieces + unit % pieces;
         if (COLUMNS) {
@@ -227,24 +226,43 @@ struct Shelf {
     }
 };
 
-// Tiles that a thread has on their way to its shelf, each a group of copies: all that a
-// multiprocessor has room for, in most plans.
-constexpr int AHEAD = 8;
+// Tiles are on their way to a shelf in so many groups of copies, taken one group after another.
+constexpr int STAGES = 4;
 
-// Before the first of `number` tiles is taken from the shelf. `fetch(n)` fetches one.
-template <class Fetch> __device__ inline void fetch_first(int number, Fetch fetch) {
-    #pragma unroll 1
-    for (int n = 0; n < AHEAD; ++n) {
-        if (n < number) fetch(n);
+// Counts tiles as they are fetched, or taken.
+class Stages {
+  public:
+    __device__ explicit Stages(int tiles) : each((tiles + STAGES - 1) / STAGES) {}
+
+    // After the copies of a tile have begun.
+    __device__ void fetched() {
+        if (++tiles < each) return;
         end_group_of_copies();
+        tiles = 0;
+        ++stage;
     }
-}
 
-// After tile `n` has been taken.
-template <class Fetch> __device__ inline void fetch_next(int n, int number, Fetch fetch) {
-    if (n + AHEAD < number) fetch(n + AHEAD);
-    end_group_of_copies();
-}
+    // After those of the last.
+    __device__ void fetched_all() {
+        for (; stage < STAGES; ++stage) end_group_of_copies();
+    }
+
+    // Before a tile is taken.
+    __device__ void wait() {
+        static_assert(STAGES == 4, "a group for each case");
+        if (tiles == 0) {
+            if (stage == 0) wait_for_copies<3>();
+            else if (stage == 1) wait_for_copies<2>();
+            else if (stage == 2) wait_for_copies<1>();
+            else wait_for_copies<0>();
+            ++stage;
+        }
+        if (++tiles == each) tiles = 0;
+    }
+
+  private:
+    int each, tiles = 0, stage = 0;
+};
 
 // Which rows a group of threads takes, one after another: a part of row `index` of each of a
 // block of samples. Blocks are numbered by part, then row of a sample, then block of samples.
@@ -304,7 +322,14 @@ __device__ inline void spread(
     const Parameter& parameter, const Geometry& g, const Work& work, const Tile& tile,
     double absent, double offset, Accumulator (&numbers)[TILE][WIDTH]
 ) {
+    const Offset first = first_parameter(work, g);
+    if (SPANS == 2 && g.span == 1 && parameter.is_plain(offset) && tile.whole()) {  // as a rule
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            read_numbers(parameter.as<float>() + first + tile.access[i].first, numbers[i]);
+        return;
+    }
     #pragma unroll
     for (int i = 0; i < TILE; ++i)
-        spread(parameter, g, first_parameter(work, g), tile.access[i], absent, offset, numbers[i]);
+        spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
 }

@@ -114,7 +114,7 @@ template <class T> __device__ inline Accumulator shifted(T number, double offset
 
 // WIDTH numbers from an address that is aligned to as many, or to 16 bytes.
 template <class T> __device__ inline void read_numbers(
-    const T* place, double offset, Accumulator (&numbers)[WIDTH]
+    const T* place, Accumulator (&numbers)[WIDTH], double offset = 0.0
 ) {
     constexpr int each = sizeof(T) * WIDTH < 16 ? WIDTH : 16 / sizeof(T);
     struct alignas(sizeof(T) * each) Part { T number[each]; };
@@ -138,6 +138,11 @@ struct Parameter {
     long long kind;  // 0: float, 1: double, 2: __half, 3: __nv_bfloat16
 
     template <class T> __device__ T* as() const { return static_cast<T*>(data); }
+
+    // Whether there are numbers, of the most usual type, that an offset does not change.
+    __device__ bool is_plain(double offset) const {
+        return data != nullptr && kind == 0 && offset == 0.0;
+    }
 
     __device__ double get(Offset i, double absent, double offset = 0.0) const {
         if (data == nullptr) return absent;
@@ -165,13 +170,13 @@ struct Parameter {
             for (int lane = 0; lane < WIDTH; ++lane)
                 numbers[lane] = static_cast<Accumulator>(absent);
         } else if (kind == 0) {
-            read_numbers(as<float>() + i, offset, numbers);
+            read_numbers(as<float>() + i, numbers, offset);
         } else if (kind == 1) {
-            read_numbers(as<double>() + i, offset, numbers);
+            read_numbers(as<double>() + i, numbers, offset);
         } else if (kind == 2) {
-            read_numbers(as<__half>() + i, offset, numbers);
+            read_numbers(as<__half>() + i, numbers, offset);
         } else {
-            read_numbers(as<__nv_bfloat16>() + i, offset, numbers);
+            read_numbers(as<__nv_bfloat16>() + i, numbers, offset);
         }
     }
 

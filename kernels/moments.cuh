@@ -44,6 +44,12 @@ struct Moments {
 // has as many elements as any other, so the sum of squares is at most 1 + NUMBER / APART times
 // that about the mean of all, which costs five of float64's digits at worst.
 template <int NUMBER, int APART = 1> __device__ inline void reduce_lanes(Moments& moments) {
+    if (!CENTERED) {
+        #pragma unroll
+        for (int offset = NUMBER / 2; offset >= APART; offset /= 2)
+            moments.m2 += __shfl_down_sync(ALL_LANES, moments.m2, offset, NUMBER);
+        return;  // nobody asks how many there are
+    }
     double center = __shfl_sync(ALL_LANES, moments.mean, threadIdx.x % APART, NUMBER);
     if (!is_finite(center)) center = 0;  // infinity stays infinity
     const double step = moments.mean - center;

@@ -14,7 +14,7 @@ struct MomentsArguments {
 // part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
 KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
-    const Work work(a.geometry, a.cut, false);
+    const Work work(a.geometry, a.cut, blockIdx.x);
     Cursor cursor(a.geometry, a.cut, work);
     Accumulation accumulation;
     for (long long n = 0; n < a.cut.tiles; ++n) {

@@ -26,6 +26,7 @@ struct TransformArguments {
     Parameter weight, bias, running_mean, running_var;
     double eps, scale, factor;  // scale: of the batch's biased variance when it is blended
     double weight_offset;
+    double each;                // 1 / n
     long long samples;          // of a block (normalize_rows)
     Geometry geometry;
     Cut cut;
@@ -79,7 +80,7 @@ __device__ inline Coefficients save_batch(
     const TransformArguments& a, Offset channel, Offset parameter, const Moments& all, bool first
 ) {
     const Geometry& g = a.geometry;
-    const double var = all.m2 / static_cast<double>(g.outer * g.inner * g.members);
+    const double var = all.m2 * a.each;
     if (first) {
         a.running_mean.blend(parameter, all.mean, a.factor);
         a.running_var.blend(parameter, var * a.scale, a.factor);

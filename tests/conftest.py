@@ -168,6 +168,7 @@ def _cut_for_cuda(monkeypatch, resident, _streaming):
 
     if not resident:
         monkeypatch.setattr(launch, "CANDIDATES", (launch._stream,))
+        monkeypatch.setattr(launch, "ROW_CANDIDATES", (launch._stream,))
         monkeypatch.setattr(launch, "SWEEPS", (launch._stream,))
         monkeypatch.setattr(launch, "ELEMENTWISE", (launch._scattered,))
 

@@ -54,6 +54,7 @@ def force(monkeypatch, backend):
             pytest.skip("this GPU has no clusters")
         candidate = (getattr(launch, f"_{name}"),)
         monkeypatch.setattr(launch, "CANDIDATES", candidate)
+        monkeypatch.setattr(launch, "ROW_CANDIDATES", candidate)
         if name == "stream":
             monkeypatch.setattr(launch, "SWEEPS", candidate)
             monkeypatch.setattr(launch, "ELEMENTWISE", (launch._scattered,))
@@ -238,6 +239,7 @@ def test_double_backward_by_candidate(rng, force, monkeypatch, name, cases, dtyp
     force(name)
     # three inputs are too much for some
     monkeypatch.setattr(launch, "CANDIDATES", (*launch.CANDIDATES, launch._stream))
+    monkeypatch.setattr(launch, "ROW_CANDIDATES", (*launch.CANDIDATES, launch._stream))
     made = plans(monkeypatch)
     for shape, axis in cases:
         check_batch_norm(rng, shape, axis, dtype)

@@ -68,6 +68,7 @@ def only(monkeypatch):
     def only(plan):
         candidate = (getattr(launch, f"_{plan}"),)
         monkeypatch.setattr(launch, "CANDIDATES", candidate)
+        monkeypatch.setattr(launch, "ROW_CANDIDATES", candidate)
         monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)
         if plan in ("warp", "stream"):
             monkeypatch.setattr(launch, "SWEEPS", candidate)

@@ -37,7 +37,7 @@ def options(plan):
 def packed(plan):
     """Geometry and Cut, as the kernels see them."""
     names = ("batch", "outer", "group", "inner", "members", "parameters", "span", "windows",
-             "share", "parts", "pieces", "tiles", "shift", "taken")  # fmt: skip
+             "share", "parts", "units", "pieces", "tiles", "shift", "taken")  # fmt: skip
     return dict(zip(names, np.frombuffer(plan.packed, np.int64).tolist(), strict=True))
 
 
@@ -53,7 +53,7 @@ def check(plan, geometry, dtype, operands, device):
     accesses = cut["outer"] * (1 if columns else cut["windows"])
     assert accesses <= cut["parts"] * cut["share"]
     assert cut["parts"] % cut["pieces"] == 0
-    assert plan.blocks % cut["parts"] == 0
+    assert plan.blocks % o["CLUSTER"] == 0 and cut["units"] % cut["parts"] == 0
     if o["CLUSTER"] == 1:  # a cluster may be too large for little data
         assert (cut["parts"] - cut["pieces"]) * cut["share"] < accesses
     deep = o["GROUP"] // o["ACROSS"]
@@ -74,7 +74,8 @@ def check(plan, geometry, dtype, operands, device):
         if cut["parts"] > 1:  # parameters are in one part each
             assert cut["share"] * o["WIDTH"] % cut["span"] == 0
     else:
-        assert plan.blocks * (o["THREADS"] // o["GROUP"]) >= cut["batch"] * groups * cut["parts"]
+        assert plan.blocks <= cut["units"]
+        assert cut["units"] * (o["THREADS"] // o["GROUP"]) >= cut["batch"] * groups * cut["parts"]
     if not columns:
         slack = 0 if o["ALIGNED"] else o["WIDTH"] - 1
         assert cut["windows"] * o["WIDTH"] >= cut["inner"] + slack

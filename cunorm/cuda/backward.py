@@ -25,7 +25,7 @@ _ADD_UP = struct.Struct("=QQqQq3q")
 
 def _arguments(
     dy, x, mean, *, dx=0, residual=None, inv_std=None, weight=None, partials=0,
-    given=(0, 0), sums=(0, 0), gradients=0, dweight=None, dbias=None, count=0,
+    given=(0, 0), sums=(0, 0), gradients=0, dweight=None, dbias=None, count=1,
     weight_offset=0.0, samples=0,
 ) -> bytes:  # fmt: skip
     """`given` and `sums`: addresses of sums of dy and dy * (x - mean) to read and to write."""
@@ -33,7 +33,7 @@ def _arguments(
         source.pointer(dy), source.pointer(x), dx,
         address(mean), address(residual), address(inv_std), *parameter(weight),
         partials, *given, *sums, gradients, *parameter(dweight), *parameter(dbias),
-        count, weight_offset, samples,
+        1.0 / count, weight_offset, samples,
     )  # fmt: skip
 
 

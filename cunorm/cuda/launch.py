@@ -336,6 +336,13 @@ def _built(
         blocks = batch * _ceil_div(number, taken) * parts
     else:
         blocks = _ceil_div(batch * number, threads // group) * parts
+    units = blocks
+    if p.span > 0:
+        units = batch * number * parts
+    elif resident and tiles > 1 and p.operands < 3:  # as many as run at a time, one after another
+        room = p.device.shared_per_multiprocessor // (header + kept + _RESERVED_SHARED)
+        at_once = max(1, min(_MOST_THREADS_ALONE // threads, room))
+        blocks = min(units, max(cluster, _at_once(p.device, at_once, cluster)))
     numbers = p.geometry.batch * number * parts, 2 * sample_blocks * number * inner
     wide = (
         max(p.geometry.size, partial // 8 * numbers[0], numbers[1] if samples else 0) >= _WIDE_FROM
@@ -366,8 +373,8 @@ def _built(
         shared=header + kept,
         parts=parts,
         packed=struct.pack(
-            "=14q", *p.geometry, p.span,
-            p.access.windows, share, parts, pieces or parts, tiles, p.access.shift, taken,
+            "=15q", *p.geometry, p.span,
+            p.access.windows, share, parts, units, pieces or parts, tiles, p.access.shift, taken,
         ),
         rows=p.span > 0,
         samples=samples,
@@ -573,6 +580,16 @@ CANDIDATES: tuple[_Candidate, ...] = (
     _stream,
 )
 
+#: The same for rows: a block that is alone does not have to meet others twice a row.
+ROW_CANDIDATES: tuple[_Candidate, ...] = (
+    _warp,
+    _block,
+    _whole_block,
+    _cluster,
+    _whole_cluster,
+    _stream,
+)
+
 #: What is tried for kernels that read everything once anyway.
 SWEEPS: tuple[_Candidate, ...] = (_warp, _stream)
 
@@ -622,7 +639,8 @@ def plan(
     ``operands`` is the number of arrays that are read: 1 forward, 2 backward, 3 in a double
     backward pass. Statistics are ``centered`` about the mean, or about zero.
     """
-    return _first(CANDIDATES, _problem(geometry, dtype, operands, lie, device, centered))
+    problem = _problem(geometry, dtype, operands, lie, device, centered)
+    return _first(ROW_CANDIDATES if problem.span > 0 else CANDIDATES, problem)
 
 
 @lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ from .statistics import (
 __all__ = ["infer", "normalize", "transform"]
 
 # TransformArguments in transform.cuh, up to the geometry.
-_ARGUMENTS = struct.Struct("=7QQqQqQqQq4dq")
+_ARGUMENTS = struct.Struct("=7QQqQqQqQq5dq")
 
 
 def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out):
@@ -41,7 +41,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
     plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device(), mean is not None)
     arguments = _ARGUMENTS.pack(
         source_place, target, address(mean), address(residual), address(inv_std), 0, 0,
-        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, 0,
+        *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, 0.0, 0,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
 
@@ -62,7 +62,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, 0, source.pointer(statistics),
         *parameter(weight), *parameter(bias), *parameter(running_mean), *parameter(running_var),
-        eps, 0.0, 0.0, 0.0, 0,
+        eps, 0.0, 0.0, 0.0, 0.0, 0,
     )  # fmt: skip
     launch_cut("transform.cu", "transform", plan, arguments)
     return statistics
@@ -95,7 +95,7 @@ def normalize(
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, place + 4 * row, place,
         *parameter(weight), *parameter(bias), *parameter(mean), *parameter(var),
-        eps, scale, factor, weight_offset, plan.samples,
+        eps, scale, factor, weight_offset, 1.0 / geometry.count, plan.samples,
     )  # fmt: skip
     if plan.resident:
         in_turns = "normalize_rows.cu", "normalize_rows"
@@ -109,7 +109,7 @@ def normalize(
         arguments = _ARGUMENTS.pack(
             source_place, target, place, place + 2 * row, place + row, 0, 0,
             *parameter(weight), *parameter(bias), *ABSENT, *ABSENT,
-            0.0, 0.0, 0.0, weight_offset, 0,
+            0.0, 0.0, 0.0, weight_offset, 0.0, 0,
         )  # fmt: skip
         launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)
