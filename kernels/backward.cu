@@ -40,9 +40,9 @@ class Summation {
                 #pragma unroll
                 for (int l = 0; l < lanes; ++l) {
                     if (tile.access[i].has(s + l)) {
-                        const Accumulator gradient = widen(dy[i].lane[s + l]);
+                        const Accumulator gradient = widen(dy[i], s + l);
                         of_dy += gradient;
-                        of_dy_xmu += gradient * (widen(x[i].lane[s + l]) - mean[s]);
+                        of_dy_xmu += gradient * (widen(x[i], s + l) - mean[s]);
                     }
                 }
                 chunk_dy[s] += of_dy;
@@ -82,11 +82,11 @@ __device__ inline void scale_tile(
 ) {
     #pragma unroll
     for (int i = 0; i < TILE; ++i) {
-        Vector result;
+        Elements result;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane)
             result.lane[lane] =
-                narrow(widen(dy[i].lane[lane]) * coefficients[COLUMNS ? lane : 0].scale);
+                narrow(widen(dy[i], lane) * coefficients[COLUMNS ? lane : 0].scale);
         tile.access[i].store(a.dx, result);
     }
 }
@@ -98,7 +98,7 @@ __device__ inline void scale_tile(
 // each warp and position; before, the coefficients of every position.
 KERNEL reduce(const BackwardArguments a) {
     SHARED_MEMORY(shared);
-    const Work work(a.geometry, a.cut, blockIdx.x);
+    const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
     Coefficients coefficients[STATISTICS] = {};
     if (a.dx != nullptr) {
@@ -110,13 +110,22 @@ KERNEL reduce(const BackwardArguments a) {
     Accumulator mean[STATISTICS];
     read_means(a, work, mean);
     Summation summation;
-    for (long long n = 0; n < a.cut.tiles; ++n) {
-        const Tile tile(cursor);
-        Vector dy[TILE], x[TILE];
-        tile.load<false>(a.dy, dy);
-        tile.load<false>(a.x, x);
+    Tile tile(cursor);
+    Vector dy[TILE], x[TILE], ahead_dy[TILE], ahead_x[TILE];
+    tile.load<false>(a.dy, dy);
+    tile.load<false>(a.x, x);
+    for (long long n = 1; n <= a.cut.tiles; ++n) {
+        const Tile next(cursor);  // after the last one of nothing
+        next.load<false>(a.dy, ahead_dy);
+        next.load<false>(a.x, ahead_x);
         summation.add(tile, dy, x, mean);
         if (a.dx != nullptr) scale_tile(a, tile, dy, coefficients);
+        tile = next;
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i) {
+            dy[i] = ahead_dy[i];
+            x[i] = ahead_x[i];
+        }
     }
     Sums values[STATISTICS];
     summation.finish(values);
@@ -160,7 +169,7 @@ KERNEL share_sums(const BackwardArguments a) {
 // while the coefficients are made. Shared memory: those of every position.
 KERNEL input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
-    const Work work(a.geometry, a.cut, static_cast<Offset>(a.cut.units) - 1 - blockIdx.x);
+    const Work work(a.geometry, a.cut, true);
     Cursor cursor(a.geometry, a.cut, work);
     Tile tile(cursor);
     Vector dy[TILE], x[TILE];
@@ -191,93 +200,60 @@ KERNEL input_gradient(const BackwardArguments a) {
 // Sums and, unless it is absent, dx in one sweep over dy and x.
 //
 // A group of threads, or the blocks of a cluster, hold whole statistics: the last tile of
-// every thread in its registers, those before in shared memory, where those of the next channels
-// take their places, as in `normalize`. Every block of a cluster folds the totals of all, in the
-// order of their ranks, so all have the same bits.
+// every thread in its registers, those before in shared memory. Every block of a cluster
+// folds the totals of all, in the order of their ranks, so all have the same bits.
 CLUSTER_KERNEL backward(const BackwardArguments a) {
     SHARED_MEMORY(shared);
-    const Geometry& g = a.geometry;
     const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
+    const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
-    const Offset units = static_cast<Offset>(a.cut.units);
-    const auto fetch = [&](const Tile& tile, int n) {
-        shelf.fetch(tile, a.dy, n, 0, 2);
-        shelf.fetch(tile, a.x, n, 1, 2);
-    };
+    prefetch(a, work);
 
-    Work work(g, a.cut, blockIdx.x);
-    Vector dy[TILE], x[TILE], held_dy[TILE], held_x[TILE];
-    Stages begun(last);
-    Cursor first(g, a.cut, work);
-    for (int n = 0; n < last; ++n) {
-        fetch(Tile(first), n);
-        begun.fetched();
-    }
-    begun.fetched_all();
-    Tile tile(first);
+    Cursor ahead(a.geometry, a.cut, work), cursor(a.geometry, a.cut, work);
+    const auto fetch = [&](int n) {
+        const Tile next(ahead);
+        shelf.fetch(next, a.dy, n, 0, 2);
+        shelf.fetch(next, a.x, n, 1, 2);
+    };
+    fetch_first(last, fetch);
+    Cursor end(a.geometry, a.cut, work, last);
+    const Tile tile(end);
+    Vector dy[TILE], x[TILE];
     tile.load<true>(a.dy, dy);
     tile.load<true>(a.x, x);
 
-    for (Offset unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        prefetch(a, work);
-        Accumulator mean[STATISTICS];
-        read_means(a, work, mean);
-        Summation summation;
-        Stages taken(last);
-        Cursor cursor(g, a.cut, work);
-        for (int n = 0; n < last; ++n) {
-            const Tile held(cursor);
-            taken.wait();
-            shelf.get(n, 0, held_dy, 2);
-            shelf.get(n, 1, held_x, 2);
-            summation.add(held, held_dy, held_x, mean);
-        }
-        summation.add(tile, dy, x, mean);
-        Sums values[STATISTICS];
-        summation.finish(values);
-
-        Coefficients coefficients[STATISTICS];
-        fold(
-            values, coefficients, shared, work, g,
-            [&](Offset p, Sums total) {
-                total.dy_xmu -= times_residual(residual_of(a, work.channel + p), total.dy);
-                return total.times(weight_of(a, work.parameter + p));
-            },
-            [&](Offset p, const Sums& total, const Sums& all, bool one) {
-                const Offset channel = work.channel + p, parameter = work.parameter + p;
-                save(a, channel, parameter, total, one && work.part == 0);
-                return combine(a, channel, parameter, all);
-            });
-
-        Accumulator weight[TILE][WIDTH];
-        if (a.dx != nullptr) {
-            read_weights(a, work, tile, weight);
-            gradient_tile(a, tile, dy, x, coefficients, weight);
-        }
-        const bool more = unit + gridDim.x < units;
-        const Work next(g, a.cut, more ? unit + gridDim.x : unit);
-        Cursor again(g, a.cut, work), ahead(g, a.cut, next);
-        Stages coming(last);
-        for (int n = 0; n < last; ++n) {
-            if (a.dx != nullptr) {
-                const Tile held(again);
-                shelf.get(n, 0, held_dy, 2);
-                shelf.get(n, 1, held_x, 2);
-                read_weights(a, work, held, weight);
-                gradient_tile(a, held, held_dy, held_x, coefficients, weight);
-            }
-            if (more) {
-                fetch(Tile(ahead), n);
-                coming.fetched();
-            }
-        }
-        coming.fetched_all();
-        if (more) {
-            tile = Tile(ahead);
-            tile.load<true>(a.dy, dy);
-            tile.load<true>(a.x, x);
-        }
-        work = next;
-        meet();
+    Accumulator mean[STATISTICS];
+    read_means(a, work, mean);
+    Summation summation;
+    for (int n = 0; n < last; ++n) {
+        const Tile first(cursor);
+        Vector first_dy[TILE], first_x[TILE];
+        wait_for_copies<AHEAD - 1>();
+        shelf.get(n, 0, first_dy, 2);
+        shelf.get(n, 1, first_x, 2);
+        summation.add(first, first_dy, first_x, mean);
+        fetch_next(n, last, fetch);
     }
+    summation.add(tile, dy, x, mean);
+    Sums values[STATISTICS];
+    summation.finish(values);
+
+    Coefficients coefficients[STATISTICS];
+    fold(
+        values, coefficients, shared, work, a.geometry,
+        [&](Offset p, Sums total) {
+            total.dy_xmu -= times_residual(residual_of(a, work.channel + p), total.dy);
+            return total.times(weight_of(a, work.parameter + p));
+        },
+        [&](Offset p, const Sums& total, const Sums& all, bool first) {
+            const Offset channel = work.channel + p, parameter = work.parameter + p;
+            save(a, channel, parameter, total, first && work.part == 0);
+            return combine(a, channel, parameter, all);
+        });
+
+    Accumulator weight[TILE][WIDTH];
+    read_weights(a, work, tile, weight);
+    if (a.dx != nullptr)
+        gradient_of_held(a, work, shelf, 0, last, tile, dy, x, coefficients, weight);
+    cluster_wait();
 }

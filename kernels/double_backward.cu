@@ -28,7 +28,7 @@ struct Nothing {
 // before, the coefficients of every position.
 KERNEL double_reduce(const DoubleArguments a) {
     SHARED_MEMORY(shared);
-    const Work work(a.geometry, a.cut, blockIdx.x);
+    const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
     DoubleCoefficients coefficients[STATISTICS] = {};
     if (!a.training) {
@@ -56,7 +56,7 @@ KERNEL double_reduce(const DoubleArguments a) {
 // of the groups: what that sweep read last is nearest. Shared memory: the coefficients.
 KERNEL double_transform(const DoubleArguments a) {
     SHARED_MEMORY(shared);
-    const Work work(a.geometry, a.cut, static_cast<Offset>(a.cut.units) - 1 - blockIdx.x);
+    const Work work(a.geometry, a.cut, true);
     Cursor cursor(a.geometry, a.cut, work);
     DoubleCoefficients coefficients[STATISTICS];
     distribute(coefficients, shared, work, [&](Offset p) {
@@ -78,7 +78,7 @@ KERNEL double_transform(const DoubleArguments a) {
 CLUSTER_KERNEL double_backward(const DoubleArguments a) {
     SHARED_MEMORY(shared);
     const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
-    const Work work(a.geometry, a.cut, blockIdx.x);
+    const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
 
     Cursor cursor(a.geometry, a.cut, work);

@@ -228,14 +228,14 @@ __device__ inline void add_tile(
             for (int l = 0; l < lanes; ++l) {
                 h[i][l] = 0;
                 if (!tile.access[i].has(l)) continue;
-                h[i][l] = widen(in.dy[i].lane[s + l]);
+                h[i][l] = widen(in.dy[i], s + l);
 #if SPANS
                 const Accumulator of_weight = h[i][l] * weights.gweight[l];
                 h[i][l] *= weights.weight[l];
                 k += of_weight;
-                kx += of_weight * (widen(in.x[i].lane[s + l]) - mean[s]);
+                kx += of_weight * (widen(in.x[i], s + l) - mean[s]);
 #endif
-                center_g += widen(in.g[i].lane[s + l]);
+                center_g += widen(in.g[i], s + l);
                 center_h += h[i][l];
             }
         }
@@ -248,8 +248,8 @@ __device__ inline void add_tile(
             #pragma unroll
             for (int l = 0; l < lanes; ++l) {
                 if (!tile.access[i].has(l)) continue;
-                const Accumulator g = widen(in.g[i].lane[s + l]);
-                const Accumulator xmu = widen(in.x[i].lane[s + l]) - mean[s];
+                const Accumulator g = widen(in.g[i], s + l);
+                const Accumulator xmu = widen(in.x[i], s + l) - mean[s];
                 gx += g * xmu;
                 hx += h[i][l] * xmu;
                 sum_g += g - center_g;
@@ -288,14 +288,14 @@ template <class Keep> __device__ inline void outputs_of_tile(
         spread(a.gbias, a.geometry, first_parameter(work, a.geometry), tile.access[i], 0.0, 0.0,
                gbias);
 #endif
-        Vector ddy, ddx;
+        Elements ddy, ddx;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
             const DoubleCoefficients& c = coefficients[COLUMNS ? lane : 0];
-            const Accumulator g = widen(in.g[i].lane[lane]);
-            const Accumulator dy = needs_all ? widen(in.dy[i].lane[lane]) : Accumulator(0);
+            const Accumulator g = widen(in.g[i], lane);
+            const Accumulator dy = needs_all ? widen(in.dy[i], lane) : Accumulator(0);
             const Accumulator xmu =
-                needs_all ? widen(in.x[i].lane[lane]) - c.mean : Accumulator(0);
+                needs_all ? widen(in.x[i], lane) - c.mean : Accumulator(0);
             const Accumulator u = g * c.e + (xmu * c.f + c.s);
 #if SPANS
             const Accumulator w = weights.weight[lane], gw = weights.gweight[lane];

@@ -138,13 +138,13 @@ __device__ inline void gradient_tile(
 ) {
     #pragma unroll
     for (int i = 0; i < TILE; ++i) {
-        Vector result;
+        Elements result;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
             const Coefficients& c = coefficients[COLUMNS ? lane : 0];
             const Accumulator scale = SPANS ? c.scale * weight[i][lane] : c.scale;
-            const Accumulator rest = (widen(x[i].lane[lane]) - c.mean) * c.slope + c.offset;
-            result.lane[lane] = narrow(widen(dy[i].lane[lane]) * scale + rest);
+            const Accumulator rest = (widen(x[i], lane) - c.mean) * c.slope + c.offset;
+            result.lane[lane] = narrow(widen(dy[i], lane) * scale + rest);
         }
         tile.access[i].store(a.dx, result);
     }

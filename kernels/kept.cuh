@@ -25,19 +25,39 @@ template <int N> struct Totals {
 // Numbers that are kept of an access: one of each element, or of all if they share a parameter.
 constexpr int KEPT = SPANS == 2 ? WIDTH : 1;
 
+// As many of them as an access to shared memory moves.
+constexpr int BUNDLE = KEPT * sizeof(Accumulator) < 16 ? KEPT : 16 / sizeof(Accumulator);
+
 // What threads keep: PLANES times KEPT numbers of each of their accesses, one after another, in
-// planes of one number a thread, so that neighbouring threads are neighbours in shared memory.
+// planes of one bundle a thread, so that neighbouring threads are neighbours in shared memory.
 template <int PLANES> struct Kept {
     Accumulator* place;
     __device__ Accumulator& at(int k, int slot, int lane, int thread) const {
-        return place[((slot * PLANES + k) * KEPT + lane % KEPT) * THREADS + thread];
+        const int kept = lane % KEPT;
+        const int plane = (slot * PLANES + k) * (KEPT / BUNDLE) + kept / BUNDLE;
+        return place[(plane * THREADS + thread) * BUNDLE + kept % BUNDLE];
+    }
+
+    // Adds to this thread's numbers of an access.
+    __device__ void add(int k, int slot, const Accumulator (&numbers)[KEPT]) const {
+        struct alignas(sizeof(Accumulator) * BUNDLE) Bundle { Accumulator number[BUNDLE]; };
+        #pragma unroll
+        for (int i = 0; i < KEPT; i += BUNDLE) {
+            auto* const mine = reinterpret_cast<Bundle*>(&at(k, slot, i, threadIdx.x));
+            Bundle bundle = *mine;
+            #pragma unroll
+            for (int j = 0; j < BUNDLE; ++j) bundle.number[j] += numbers[i + j];
+            *mine = bundle;
+        }
     }
 
     // The address after a number of accesses of every thread.
     __device__ Accumulator* after(int slots) const { return &at(0, slots, 0, 0); }
 
     __device__ void clear(int slots) const {
-        for (int i = 0; i < PLANES * slots * KEPT; ++i) place[i * THREADS + threadIdx.x] = 0;
+        for (int slot = 0; slot < slots; ++slot)
+            #pragma unroll
+            for (int i = 0; i < PLANES * KEPT; ++i) at(i / KEPT, slot, i, threadIdx.x) = 0;
     }
 
     // Those of one of the part's numbers, from all groups of the block, in order.

@@ -6,7 +6,7 @@
 // accesses, and the accesses of all runs are numbered one after another. In columns the threads
 // of a row have WIDTH channels each, and the rows are numbered.
 //
-// Consecutive units are the parts of one group, so a cluster holds whole groups; or `pieces` of
+// Consecutive blocks are the parts of one group, so a cluster holds whole groups; or `pieces` of
 // them, then as many of the next group, which lies beside them in memory.
 #pragma once
 
@@ -20,11 +20,12 @@ struct Work {
     Offset part;
     Offset base;       // offset of its first element
 
-    __device__ Work(const Geometry& g, const Cut& cut, Offset unit) {
+    __device__ Work(const Geometry& g, const Cut& cut, bool reversed) {
+        const Offset unit = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         const Offset parts = static_cast<Offset>(cut.parts);
         const Offset pieces = static_cast<Offset>(cut.pieces);
         const Offset group = static_cast<Offset>(g.group);
-        const Offset groups = static_cast<Offset>(cut.units) / parts;
+        const Offset groups = gridDim.x / parts;
         const Offset which = unit / pieces % groups;
         part = unit / pieces / groups * pieces + unit % pieces;
         if (COLUMNS) {
@@ -79,19 +80,20 @@ struct Access {
 
     // Lanes outside of the run get the nearest element of it.
     template <bool LAST> __device__ Vector load(const Element* x) const {
+        Vector vector = {};
         if (whole()) {
             const Vector* place = reinterpret_cast<const Vector*>(x + offset);
-            return LAST ? read_last(place) : read(place);
-        }
-        Vector vector = {};
-        if (!ALIGNED && valid) {
+            vector = LAST ? read_last(place) : read(place);
+        } else if (!ALIGNED && valid) {
+            Elements elements;
             #pragma unroll
             for (int lane = 0; lane < WIDTH; ++lane) {
                 Signed i = first + lane;
                 i = i < 0 ? 0 : i < inner ? i : inner - 1;
                 const Element* place = x + (offset - first + i);
-                vector.lane[lane] = LAST ? read_last(place) : read(place);
+                elements.lane[lane] = LAST ? read_last(place) : read(place);
             }
+            vector = bits<Vector>(elements);
         }
         return vector;
     }
@@ -102,13 +104,13 @@ struct Access {
         else *shared = load<true>(x);
     }
 
-    __device__ void store(Element* y, const Vector& vector) const {
+    __device__ void store(Element* y, const Elements& elements) const {
         if (whole()) {
-            write(reinterpret_cast<Vector*>(y + offset), vector);
+            write(reinterpret_cast<Vector*>(y + offset), bits<Vector>(elements));
         } else if (!ALIGNED) {
             #pragma unroll
             for (int lane = 0; lane < WIDTH; ++lane)
-                if (has(lane)) write(y + (offset + lane), vector.lane[lane]);
+                if (has(lane)) write(y + (offset + lane), elements.lane[lane]);
         }
     }
 };
@@ -226,43 +228,24 @@ struct Shelf {
     }
 };
 
-// Tiles are on their way to a shelf in so many groups of copies, taken one group after another.
-constexpr int STAGES = 4;
+// Tiles that a thread has on their way to its shelf, each a group of copies: all that a
+// multiprocessor has room for, in most plans.
+constexpr int AHEAD = 8;
 
-// Counts tiles as they are fetched, or taken.
-class Stages {
-  public:
-    __device__ explicit Stages(int tiles) : each((tiles + STAGES - 1) / STAGES) {}
-
-    // After the copies of a tile have begun.
-    __device__ void fetched() {
-        if (++tiles < each) return;
+// Before the first of `number` tiles is taken from the shelf. `fetch(n)` fetches one.
+template <class Fetch> __device__ inline void fetch_first(int number, Fetch fetch) {
+    #pragma unroll 1
+    for (int n = 0; n < AHEAD; ++n) {
+        if (n < number) fetch(n);
         end_group_of_copies();
-        tiles = 0;
-        ++stage;
     }
+}
 
-    // After those of the last.
-    __device__ void fetched_all() {
-        for (; stage < STAGES; ++stage) end_group_of_copies();
-    }
-
-    // Before a tile is taken.
-    __device__ void wait() {
-        static_assert(STAGES == 4, "a group for each case");
-        if (tiles == 0) {
-            if (stage == 0) wait_for_copies<3>();
-            else if (stage == 1) wait_for_copies<2>();
-            else if (stage == 2) wait_for_copies<1>();
-            else wait_for_copies<0>();
-            ++stage;
-        }
-        if (++tiles == each) tiles = 0;
-    }
-
-  private:
-    int each, tiles = 0, stage = 0;
-};
+// After tile `n` has been taken.
+template <class Fetch> __device__ inline void fetch_next(int n, int number, Fetch fetch) {
+    if (n + AHEAD < number) fetch(n + AHEAD);
+    end_group_of_copies();
+}
 
 // Which rows a group of threads takes, one after another: a part of row `index` of each of a
 // block of samples. Blocks are numbered by part, then row of a sample, then block of samples.

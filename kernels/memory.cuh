@@ -55,16 +55,21 @@ template <> struct Word<4> { using type = unsigned; };
 template <> struct Word<8> { using type = uint2; };
 template <> struct Word<16> { using type = uint4; };
 
-// What one access moves.
-struct alignas(sizeof(Element) * WIDTH) Vector {
+// What one access moves: elements, and as they are kept in registers.
+struct alignas(sizeof(Element) * WIDTH) Elements {
     Element lane[WIDTH];
 };
+using Vector = typename Word<sizeof(Elements)>::type;
 
 template <class To, class From> __device__ inline To bits(const From& from) {
     static_assert(sizeof(To) == sizeof(From), "as many bits");
     To to;
     memcpy(&to, &from, sizeof(To));
     return to;
+}
+
+__device__ inline Accumulator widen(const Vector& vector, int lane) {
+    return widen(bits<Elements>(vector).lane[lane]);
 }
 
 // Reads data that will be read again: it may stay in the second-level cache.

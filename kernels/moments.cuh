@@ -118,7 +118,7 @@ class Accumulation {
         if (CENTERED && count == 0) {
             #pragma unroll
             for (int s = 0; s < STATISTICS; ++s) {
-                Accumulator pivot = widen(x[0].lane[s]);
+                Accumulator pivot = widen(x[0], s);
                 if (!is_finite(pivot)) pivot = 0;
                 const Accumulator mean = pivot + total<WHOLE>(tile, x, s, pivot) / number;
                 center[s] = is_finite(mean) ? mean : 0;
@@ -134,7 +134,7 @@ class Accumulation {
                 for (int l = 0; l < LANES; ++l) {
                     if (WHOLE || tile.access[i].has(l)) {
                         const Accumulator deviation =
-                            CENTERED ? widen(x[i].lane[s + l]) - center[s] : widen(x[i].lane[s + l]);
+                            CENTERED ? widen(x[i], s + l) - center[s] : widen(x[i], s + l);
                         of_vector += deviation;
                         squares_of_vector += deviation * deviation;
                     }
@@ -154,7 +154,7 @@ class Accumulation {
             Accumulator of_vector = 0;
             #pragma unroll
             for (int l = 0; l < LANES; ++l)
-                if (WHOLE || tile.access[i].has(l)) of_vector += widen(x[i].lane[s + l]) - pivot;
+                if (WHOLE || tile.access[i].has(l)) of_vector += widen(x[i], s + l) - pivot;
             result += of_vector;
         }
         return result;

@@ -8,6 +8,8 @@
 #include "gradients.cuh"
 #include "kept.cuh"
 
+using OfAccess = Accumulator[KEPT];
+
 // What is known of a row.
 struct Row {
     Accumulator mean, residual, inv_std;
@@ -19,8 +21,8 @@ struct Row {
     }
 };
 
-// Adds the sums of a tile, of weight times dy; `keep(access, lane, of weight, of bias)` takes what
-// its elements, or all of an access, add to the parameters' gradients.
+// Adds the sums of a tile, of weight times dy; `keep(access, of weight, of bias)` takes what the
+// elements of an access, or all together, add to the parameters' gradients.
 template <class Keep> __device__ inline void add_tile(
     Sums& sums, const Row& row, const Tile& tile, const Vector (&dy)[TILE],
     const Vector (&x)[TILE], const Accumulator (&weight)[TILE][WIDTH], Keep keep
@@ -34,15 +36,14 @@ template <class Keep> __device__ inline void add_tile(
         Accumulator of_dy = 0, of_dy_xmu = 0, of_weight[KEPT] = {}, of_bias[KEPT] = {};
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
-            const Accumulator gradient = widen(dy[i].lane[lane]);
-            const Accumulator deviation = widen(x[i].lane[lane]) - row.mean;
+            const Accumulator gradient = widen(dy[i], lane);
+            const Accumulator deviation = widen(x[i], lane) - row.mean;
             of_dy += gradient * weight[i][lane];
             of_dy_xmu += gradient * weight[i][lane] * deviation;
             of_weight[lane % KEPT] += gradient * (deviation * row.inv_std + shift);
             of_bias[lane % KEPT] += gradient;
         }
-        #pragma unroll
-        for (int lane = 0; lane < KEPT; ++lane) keep(i, lane, of_weight[lane], of_bias[lane]);
+        keep(i, of_weight, of_bias);
         sum_dy += of_dy;
         sum_dy_xmu += of_dy_xmu;
     }
@@ -101,18 +102,21 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
             shelf.get(on + n, 1, x, 2);
             read_weights(a, work, tile, weights);
             add_tile(values[0], row, tile, dy, x, weights,
-                     [&](int i, int lane, Accumulator of_weight, Accumulator of_bias) {
-                         kept.at(0, n * TILE + i, lane, threadIdx.x) += of_weight;
-                         kept.at(1, n * TILE + i, lane, threadIdx.x) += of_bias;
+                     [&](int i, const OfAccess& of_weight, const OfAccess& of_bias) {
+                         kept.add(0, n * TILE + i, of_weight);
+                         kept.add(1, n * TILE + i, of_bias);
                      });
         }
         const Tile tile(cursor);
         shelf.get(on + last, 0, dy, 2);
         shelf.get(on + last, 1, x, 2);
         add_tile(values[0], row, tile, dy, x, weight,
-                 [&](int i, int lane, Accumulator of_weight, Accumulator of_bias) {
-                     dweight[i][lane] += of_weight;
-                     dbias[i][lane] += of_bias;
+                 [&](int i, const OfAccess& of_weight, const OfAccess& of_bias) {
+                     #pragma unroll
+                     for (int lane = 0; lane < KEPT; ++lane) {
+                         dweight[i][lane] += of_weight[lane];
+                         dbias[i][lane] += of_bias[lane];
+                     }
                  });
         if (a.partials != nullptr) {
             write_parts(values, shared, a.partials, work, a.cut);

@@ -14,15 +14,21 @@ struct MomentsArguments {
 // part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
 KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
-    const Work work(a.geometry, a.cut, blockIdx.x);
+    const Work work(a.geometry, a.cut, false);
     Cursor cursor(a.geometry, a.cut, work);
     Accumulation accumulation;
-    for (long long n = 0; n < a.cut.tiles; ++n) {
-        const Tile tile(cursor);
-        Vector x[TILE];
-        tile.load<false>(a.x, x);
+    Tile tile(cursor);
+    Vector x[TILE], ahead[TILE];
+    tile.load<false>(a.x, x);
+    for (long long n = 1; n < a.cut.tiles; ++n) {
+        const Tile next(cursor);
+        next.load<false>(a.x, ahead);
         accumulation.add(tile, x);
+        tile = next;
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i) x[i] = ahead[i];
     }
+    accumulation.add(tile, x);
     Moments values[STATISTICS];
     accumulation.finish(values);
     write_parts(values, shared, a.partials, work, a.cut);

@@ -34,7 +34,7 @@ KERNEL finish_statistics(const TransformArguments a) {
 // tile is under way while the coefficients are made. Shared memory: those of every position.
 KERNEL transform(const TransformArguments a) {
     SHARED_MEMORY(shared);
-    const Work work(a.geometry, a.cut, static_cast<Offset>(a.cut.units) - 1 - blockIdx.x);
+    const Work work(a.geometry, a.cut, true);
     Cursor cursor(a.geometry, a.cut, work);
     Tile tile(cursor);
     Vector x[TILE];
@@ -58,76 +58,52 @@ KERNEL transform(const TransformArguments a) {
 // Statistics and transform in one sweep over x.
 //
 // A group of threads, or the blocks of a cluster, hold whole statistics: the last tile of
-// every thread in its registers, those before in shared memory. As each of them is transformed,
-// that of the next channels begins to take its place, so memory is read and written at the same
-// time. Every block of a cluster folds the totals of all, in the order of their ranks, so all have
-// the same bits.
+// every thread in its registers, those before in shared memory. Every block of a cluster
+// folds the totals of all, in the order of their ranks, so all have the same bits.
 CLUSTER_KERNEL normalize(const TransformArguments a) {
     SHARED_MEMORY(shared);
-    const Geometry& g = a.geometry;
     const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
+    const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
-    const Offset units = static_cast<Offset>(a.cut.units);
+    prefetch(a, work);
 
-    Work work(g, a.cut, blockIdx.x);
+    Cursor ahead(a.geometry, a.cut, work), cursor(a.geometry, a.cut, work);
+    fetch_first(last, [&](int n) { shelf.fetch(Tile(ahead), a.x, n, 0, 1); });
+    Cursor end(a.geometry, a.cut, work, last);
+    const Tile tile(end);
     Vector x[TILE], kept[TILE];
-    Stages begun(last);
-    Cursor first(g, a.cut, work);
-    for (int n = 0; n < last; ++n) {
-        shelf.fetch(Tile(first), a.x, n, 0, 1);
-        begun.fetched();
-    }
-    begun.fetched_all();
-    Tile tile(first);
     tile.load<true>(a.x, x);
 
-    for (Offset unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        prefetch(a, work);
-        Accumulation accumulation;
-        Stages taken(last);
-        Cursor cursor(g, a.cut, work);
-        for (int n = 0; n < last; ++n) {
-            const Tile held(cursor);
-            taken.wait();
-            shelf.get(n, 0, kept, 1);
-            accumulation.add(held, kept);
-        }
-        accumulation.add(tile, x);
-        Moments values[STATISTICS];
-        accumulation.finish(values);
-
-        Coefficients coefficients[STATISTICS];
-        fold(
-            values, coefficients, shared, work, g,
-            [&](Offset, const Moments& total) { return total; },
-            [&](Offset p, const Moments&, const Moments& all, bool one) {
-                return save_batch(a, work.channel + p, work.parameter + p, all,
-                                  one && work.part == 0);
-            });
-
-        Spread parameters;
-        parameters.read(a, work, tile);
-        transform_tile(a, tile, x, coefficients, parameters);
-        const bool more = unit + gridDim.x < units;
-        const Work next(g, a.cut, more ? unit + gridDim.x : unit);
-        Cursor again(g, a.cut, work), ahead(g, a.cut, next);
-        Stages coming(last);
-        for (int n = 0; n < last; ++n) {
-            const Tile held(again);
-            shelf.get(n, 0, kept, 1);
-            parameters.read(a, work, held);
-            transform_tile(a, held, kept, coefficients, parameters);
-            if (more) {
-                shelf.fetch(Tile(ahead), a.x, n, 0, 1);
-                coming.fetched();
-            }
-        }
-        coming.fetched_all();
-        if (more) {
-            tile = Tile(ahead);
-            tile.load<true>(a.x, x);
-        }
-        work = next;
-        meet();
+    Accumulation accumulation;
+    for (int n = 0; n < last; ++n) {
+        const Tile first(cursor);
+        wait_for_copies<AHEAD - 1>();
+        shelf.get(n, 0, kept, 1);
+        accumulation.add(first, kept);
+        fetch_next(n, last, [&](int next) { shelf.fetch(Tile(ahead), a.x, next, 0, 1); });
     }
+    accumulation.add(tile, x);
+    Moments values[STATISTICS];
+    accumulation.finish(values);
+
+    Coefficients coefficients[STATISTICS];
+    fold(
+        values, coefficients, shared, work, a.geometry,
+        [&](Offset, const Moments& total) { return total; },
+        [&](Offset p, const Moments&, const Moments& all, bool first) {
+            return save_batch(a, work.channel + p, work.parameter + p, all,
+                              first && work.part == 0);
+        });
+
+    Spread parameters;
+    parameters.read(a, work, tile);
+    transform_tile(a, tile, x, coefficients, parameters);
+    Cursor again(a.geometry, a.cut, work);
+    for (int n = 0; n < last; ++n) {
+        const Tile first(again);
+        shelf.get(n, 0, kept, 1);
+        parameters.read(a, work, first);
+        transform_tile(a, first, kept, coefficients, parameters);
+    }
+    cluster_wait();
 }

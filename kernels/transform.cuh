@@ -107,11 +107,11 @@ __device__ inline void transform_tile(
 ) {
     #pragma unroll
     for (int i = 0; i < TILE; ++i) {
-        Vector result;
+        Elements result;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
             const Coefficients& c = coefficients[COLUMNS ? lane : 0];
-            const Accumulator number = widen(x[i].lane[lane]);
+            const Accumulator number = widen(x[i], lane);
             Accumulator value = (CENTERED ? number - c.mean : number) * c.scale + c.shift;
             if (SPANS) value = value * parameters.weight[i][lane] + parameters.bias[i][lane];
             result.lane[lane] = narrow(value);

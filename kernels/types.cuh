@@ -114,8 +114,7 @@ struct Cut {
     long long windows;  // accesses that cover a run; 0 for columns
     long long share;    // accesses (columns: rows) of a part
     long long parts;    // parts of a statistic: blocks that work on it
-    long long units;    // all that blocks work on, one after another: parts of groups of statistics
-    long long pieces;   // parts that consecutive units are, before those of other statistics
+    long long pieces;   // parts that consecutive blocks have, before those of other statistics
     long long tiles;    // tiles of a part
     long long shift;    // elements from the 16-byte boundary before the arrays to their start
     long long taken;    // of the POSITIONS of a group of threads, those it works on

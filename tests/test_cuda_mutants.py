@@ -100,8 +100,8 @@ MUTANTS = {
     "a copy that nobody waited for": (
         "test_candidate and block",
         "transform.cu",
-        "            taken.wait();\n",
-        "",
+        "wait_for_copies<AHEAD - 1>();",
+        "wait_for_copies<AHEAD>();",
     ),
     "wrong weight of a part": (
         "test_candidate and stream and 300",

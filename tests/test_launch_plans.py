@@ -37,7 +37,7 @@ def options(plan):
 def packed(plan):
     """Geometry and Cut, as the kernels see them."""
     names = ("batch", "outer", "group", "inner", "members", "parameters", "span", "windows",
-             "share", "parts", "units", "pieces", "tiles", "shift", "taken")  # fmt: skip
+             "share", "parts", "pieces", "tiles", "shift", "taken")  # fmt: skip
     return dict(zip(names, np.frombuffer(plan.packed, np.int64).tolist(), strict=True))
 
 
@@ -53,7 +53,7 @@ def check(plan, geometry, dtype, operands, device):
     accesses = cut["outer"] * (1 if columns else cut["windows"])
     assert accesses <= cut["parts"] * cut["share"]
     assert cut["parts"] % cut["pieces"] == 0
-    assert plan.blocks % o["CLUSTER"] == 0 and cut["units"] % cut["parts"] == 0
+    assert plan.blocks % cut["parts"] == 0
     if o["CLUSTER"] == 1:  # a cluster may be too large for little data
         assert (cut["parts"] - cut["pieces"]) * cut["share"] < accesses
     deep = o["GROUP"] // o["ACROSS"]
@@ -74,8 +74,7 @@ def check(plan, geometry, dtype, operands, device):
         if cut["parts"] > 1:  # parameters are in one part each
             assert cut["share"] * o["WIDTH"] % cut["span"] == 0
     else:
-        assert plan.blocks <= cut["units"]
-        assert cut["units"] * (o["THREADS"] // o["GROUP"]) >= cut["batch"] * groups * cut["parts"]
+        assert plan.blocks * (o["THREADS"] // o["GROUP"]) >= cut["batch"] * groups * cut["parts"]
     if not columns:
         slack = 0 if o["ALIGNED"] else o["WIDTH"] - 1
         assert cut["windows"] * o["WIDTH"] >= cut["inner"] + slack
@@ -164,10 +163,10 @@ def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
         (row_norm_geometry((131072, 128), 1), np.float16, "warp", "warp"),
         (row_norm_geometry((16384, 4096), 1), np.float16, "block", "block"),
         (row_norm_geometry((8192, 8192), 1), np.float16, "block", "block"),
-        (row_norm_geometry((1024, 12288), 1), np.float16, "block", "cluster"),
+        (row_norm_geometry((1024, 12288), 1), np.float16, "block", "whole_block"),
         (row_norm_geometry((64, 200_704), 1), np.float32, "whole_cluster", "stream"),
-        (group_norm_geometry((128, 256, 28, 28), 1, 32), np.float32, "block", "cluster"),
-        (group_norm_geometry((256, 512, 56, 56), 1, 32), np.float32, "cluster", "whole_cluster"),
+        (group_norm_geometry((128, 256, 28, 28), 1, 32), np.float32, "block", "whole_block"),
+        (group_norm_geometry((256, 512, 56, 56), 1, 32), np.float32, "whole_block", "whole_cluster"),
         (group_norm_geometry((128, 28, 28, 256), 3, 32), np.float32, "block", "cluster"),
         (group_norm_geometry((256, 56, 56, 512), 3, 32), np.float16, "cluster", "cluster"),
         (group_norm_geometry((32, 64, 128, 128), 1, 64), np.float32, "block", "block"),

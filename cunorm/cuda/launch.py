@@ -336,13 +336,6 @@ def _built(
         blocks = batch * _ceil_div(number, taken) * parts
     else:
         blocks = _ceil_div(batch * number, threads // group) * parts
-    units = blocks
-    if p.span > 0:
-        units = batch * number * parts
-    elif resident and tiles > 1 and p.operands < 3:  # as many as run at a time, one after another
-        room = p.device.shared_per_multiprocessor // (header + kept + _RESERVED_SHARED)
-        at_once = max(1, min(_MOST_THREADS_ALONE // threads, room))
-        blocks = min(units, max(cluster, _at_once(p.device, at_once, cluster)))
     numbers = p.geometry.batch * number * parts, 2 * sample_blocks * number * inner
     wide = (
         max(p.geometry.size, partial // 8 * numbers[0], numbers[1] if samples else 0) >= _WIDE_FROM
@@ -373,8 +366,8 @@ def _built(
         shared=header + kept,
         parts=parts,
         packed=struct.pack(
-            "=15q", *p.geometry, p.span,
-            p.access.windows, share, parts, units, pieces or parts, tiles, p.access.shift, taken,
+            "=14q", *p.geometry, p.span,
+            p.access.windows, share, parts, pieces or parts, tiles, p.access.shift, taken,
         ),
         rows=p.span > 0,
         samples=samples,
