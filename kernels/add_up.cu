@@ -90,6 +90,8 @@ KERNEL update_running(const UpdateRunningArguments a) {
     if (!sum_rows(shared, static_cast<Offset>(a.samples), channel < channels, sum, read_sample))
         return;
     const double samples = static_cast<double>(a.samples);
-    a.running_mean.blend(channel, sum.first / samples, a.factor);
-    a.running_var.blend(channel, sum.second / samples * a.scale, a.factor);
+    a.running_mean.blend(
+        channel, a.running_mean.ask(channel), sum.first / samples, a.factor);
+    a.running_var.blend(
+        channel, a.running_var.ask(channel), sum.second / samples * a.scale, a.factor);
 }

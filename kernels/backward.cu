@@ -4,11 +4,12 @@
 // Writes the sums of a channel, the second about the mean before it was rounded, and what
 // they make of the parameters' gradients; returns the sums.
 __device__ inline Sums save(
-    const BackwardArguments& a, Offset channel, Offset parameter, Sums total, bool first
+    const BackwardArguments& a, Offset channel, Offset parameter, const Known& known, Sums total,
+    bool first
 ) {
-    total.dy_xmu -= times_residual(residual_of(a, channel), total.dy);
+    total.dy_xmu -= times_residual(known.residual, total.dy);
     if (!first) return total;
-    const double dweight = total.dy_xmu * inv_std_of(a, channel);
+    const double dweight = total.dy_xmu * known.inv_std;
     if (a.sum_dy != nullptr) write(a.sum_dy + channel, static_cast<Accumulator>(total.dy));
     if (a.sum_dy_xmu != nullptr)
         write(a.sum_dy_xmu + channel, static_cast<Accumulator>(total.dy_xmu));
@@ -103,7 +104,7 @@ KERNEL reduce(const BackwardArguments a) {
     Coefficients coefficients[STATISTICS] = {};
     if (a.dx != nullptr) {
         distribute(coefficients, shared, work, [&](Offset p) {
-            return combine(a, work.channel + p, work.parameter + p, {0.0, 0.0});
+            return combine(a, Known(a, work.channel + p, work.parameter + p), {0.0, 0.0});
         });
         if (GROUP == THREADS) __syncthreads();
     }
@@ -141,7 +142,8 @@ KERNEL finish_sums(const BackwardArguments a) {
     const Offset parts = static_cast<Offset>(a.cut.parts);
     const Sums total = reduce_parts<Sums>(a.partials, channel * parts, parts);
     const Offset parameter = a.geometry.parameters > a.geometry.group ? channel : channel % group;
-    if (threadIdx.x % 32 == 0) save(a, channel, parameter, total, true);
+    if (threadIdx.x % 32 == 0)
+        save(a, channel, parameter, Known(a, channel, parameter), total, true);
 }
 
 // The sums of weight times dy over every statistic (sum_dy, sum_dy_xmu) from those of its
@@ -180,10 +182,10 @@ KERNEL input_gradient(const BackwardArguments a) {
     distribute(coefficients, shared, work, [&](Offset p) {
         const Offset channel = work.channel + p, parameter = work.parameter + p;
         const Offset statistic = statistic_of(a.geometry, channel);
+        const Known known(a, channel, parameter);
         const Sums sums = {read(a.given_dy + statistic), read(a.given_dy_xmu + statistic)};
         const bool weighted = SPANS || a.geometry.members > 1;
-        return combine(a, channel, parameter,
-                       weighted ? sums : sums.times(weight_of(a, parameter)));
+        return combine(a, known, weighted ? sums : sums.times(known.weight(a)));
     });
     Accumulator weight[TILE][WIDTH];
     for (long long n = 1; n < a.cut.tiles; ++n) {
@@ -207,7 +209,12 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
     const Shelf shelf{reinterpret_cast<Vector*>(shared + HEADER)};
     const Work work(a.geometry, a.cut, false);
     const int last = static_cast<int>(a.cut.tiles) - 1;
-    prefetch(a, work);
+    Known mine;
+    if (COLUMNS) prefetch(a, work);
+    else mine = Known(a, work.channel, work.parameter);
+    const auto know = [&](Offset p) {
+        return COLUMNS ? Known(a, work.channel + p, work.parameter + p) : mine;
+    };
 
     Cursor ahead(a.geometry, a.cut, work), cursor(a.geometry, a.cut, work);
     const auto fetch = [&](int n) {
@@ -242,13 +249,14 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
     fold(
         values, coefficients, shared, work, a.geometry,
         [&](Offset p, Sums total) {
-            total.dy_xmu -= times_residual(residual_of(a, work.channel + p), total.dy);
-            return total.times(weight_of(a, work.parameter + p));
+            const Known known = know(p);
+            total.dy_xmu -= times_residual(known.residual, total.dy);
+            return total.times(known.weight(a));
         },
         [&](Offset p, const Sums& total, const Sums& all, bool first) {
-            const Offset channel = work.channel + p, parameter = work.parameter + p;
-            save(a, channel, parameter, total, first && work.part == 0);
-            return combine(a, channel, parameter, all);
+            const Known known = know(p);
+            save(a, work.channel + p, work.parameter + p, known, total, first && work.part == 0);
+            return combine(a, known, all);
         });
 
     Accumulator weight[TILE][WIDTH];

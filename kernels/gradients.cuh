@@ -75,13 +75,13 @@ __device__ inline Accumulator mean_of(const Arguments& a, Offset channel) {
 }
 
 template <class Arguments>
-__device__ inline double residual_of(const Arguments& a, Offset channel) {
-    return a.residual == nullptr ? 0.0 : read(a.residual + statistic_of(a.geometry, channel));
+__device__ inline Accumulator residual_of(const Arguments& a, Offset channel) {
+    return a.residual == nullptr ? Accumulator(0) : read(a.residual + statistic_of(a.geometry, channel));
 }
 
 template <class Arguments>
-__device__ inline double inv_std_of(const Arguments& a, Offset channel) {
-    return a.inv_std == nullptr ? 1.0 : read(a.inv_std + statistic_of(a.geometry, channel));
+__device__ inline Accumulator inv_std_of(const Arguments& a, Offset channel) {
+    return a.inv_std == nullptr ? Accumulator(1) : read(a.inv_std + statistic_of(a.geometry, channel));
 }
 
 // The means of a thread's channels; 0 where there are none.
@@ -123,12 +123,27 @@ __device__ inline Coefficients combine(
             static_cast<Accumulator>(offset)};
 }
 
-// Those of a channel.
+// What memory has of a channel, all of which is asked for before any is used.
+struct Known {
+    Accumulator mean, residual, inv_std;
+    Parameter::Asked asked;
+
+    Known() = default;
+    __device__ Known(const BackwardArguments& a, Offset channel, Offset parameter)
+        : mean(mean_of(a, channel)), residual(residual_of(a, channel)),
+          inv_std(inv_std_of(a, channel)) {
+        if (!SPANS) asked = a.weight.ask(parameter);
+    }
+
+    __device__ double weight(const BackwardArguments& a) const {
+        return SPANS ? 1.0 : a.weight.number(asked, 1.0, a.weight_offset);
+    }
+};
+
 __device__ inline Coefficients combine(
-    const BackwardArguments& a, Offset channel, Offset parameter, const Sums& weighted
+    const BackwardArguments& a, const Known& known, const Sums& weighted
 ) {
-    return combine(a, mean_of(a, channel), residual_of(a, channel), inv_std_of(a, channel),
-                   SPANS ? 1.0 : weight_of(a, parameter), weighted);
+    return combine(a, known.mean, known.residual, known.inv_std, known.weight(a), weighted);
 }
 
 __device__ inline void gradient_tile(

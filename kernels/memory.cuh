@@ -149,12 +149,28 @@ struct Parameter {
         return data != nullptr && kind == 0 && offset == 0.0;
     }
 
-    __device__ double get(Offset i, double absent, double offset = 0.0) const {
+    // What memory has of one: nothing waits for it until it is made a number.
+    struct Asked { unsigned low, high; };
+
+    __device__ Asked ask(Offset i) const {
+        if (data == nullptr) return {};
+        if (kind == 0) return {read(as<unsigned>() + i), 0};
+        if (kind != 1) return {read(as<unsigned short>() + i), 0};
+        const uint2 both = read(as<uint2>() + i);
+        return {both.x, both.y};
+    }
+
+    __device__ double number(const Asked& asked, double absent, double offset = 0.0) const {
         if (data == nullptr) return absent;
-        if (kind == 0) return read(as<float>() + i) + offset;
-        if (kind == 1) return read(as<double>() + i) + offset;
-        if (kind == 2) return to_number(read(as<__half>() + i)) + offset;
-        return to_number(read(as<__nv_bfloat16>() + i)) + offset;
+        if (kind == 0) return bits<float>(asked.low) + offset;
+        if (kind == 1) return bits<double>(asked) + offset;
+        const unsigned short half = static_cast<unsigned short>(asked.low);
+        return (kind == 2 ? to_number(bits<__half>(half)) : to_number(bits<__nv_bfloat16>(half)))
+             + offset;
+    }
+
+    __device__ double get(Offset i, double absent, double offset = 0.0) const {
+        return number(ask(i), absent, offset);
     }
 
     // The same, if neighbouring threads read it too.
@@ -198,8 +214,8 @@ struct Parameter {
         else write(as<__nv_bfloat16>() + i, __float2bfloat16_rn(single));
     }
 
-    // Takes a batch into a running statistic (cunorm/running.py).
-    __device__ void blend(Offset i, double batch, double factor) const {
-        if (data != nullptr) set(i, get(i, 0.0) * (1.0 - factor) + batch * factor);
+    // Takes a batch into a running statistic, of which memory has this (cunorm/running.py).
+    __device__ void blend(Offset i, const Asked& asked, double batch, double factor) const {
+        if (data != nullptr) set(i, number(asked, 0.0) * (1.0 - factor) + batch * factor);
     }
 };

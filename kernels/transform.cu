@@ -6,10 +6,11 @@ __device__ inline Coefficients find(
     const TransformArguments& a, Offset channel, Offset parameter, bool first
 ) {
     const Offset statistic = statistic_of(a.geometry, channel);
+    const Given given(a, parameter);
     if (a.running_var.data != nullptr)
-        return save(a, statistic, parameter, a.running_mean.get(parameter, 0.0),
-                    a.running_var.get(parameter, 0.0), first);
-    return combine(a, parameter, a.mean == nullptr ? Accumulator(0) : read(a.mean + statistic),
+        return save(a, statistic, given, a.running_mean.number(given.running_mean, 0.0),
+                    a.running_var.number(given.running_var, 0.0), first);
+    return combine(a, given, a.mean == nullptr ? Accumulator(0) : read(a.mean + statistic),
                    a.residual == nullptr ? 0.0 : read(a.residual + statistic),
                    a.inv_std == nullptr ? 1.0 : read(a.inv_std + statistic));
 }

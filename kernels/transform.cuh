@@ -43,13 +43,26 @@ __device__ inline void prefetch(const TransformArguments& a, const Work& work) {
     a.running_var.prefetch(parameter);
 }
 
+// What memory has of a channel, all of which is asked for before any is used.
+struct Given {
+    Parameter::Asked weight = {}, bias = {}, running_mean, running_var;
+
+    __device__ Given(const TransformArguments& a, Offset parameter)
+        : running_mean(a.running_mean.ask(parameter)), running_var(a.running_var.ask(parameter)) {
+        if (SPANS) return;
+        weight = a.weight.ask(parameter);
+        bias = a.bias.ask(parameter);
+    }
+};
+
 // The shift makes up for the residual: what rounding took from the mean.
 __device__ inline Coefficients combine(
-    const TransformArguments& a, Offset parameter, Accumulator mean, double residual, double inv_std
+    const TransformArguments& a, const Given& given, Accumulator mean, double residual,
+    double inv_std
 ) {
     const double scale =
-        SPANS ? inv_std : inv_std * a.weight.get(parameter, 1.0, a.weight_offset);
-    const double bias = SPANS ? 0.0 : a.bias.get(parameter, 0.0);
+        SPANS ? inv_std : inv_std * a.weight.number(given.weight, 1.0, a.weight_offset);
+    const double bias = SPANS ? 0.0 : a.bias.number(given.bias, 0.0);
     const double shift = bias - times_residual(residual, scale);
     return {mean, static_cast<Accumulator>(scale), static_cast<Accumulator>(shift)};
 }
@@ -57,7 +70,7 @@ __device__ inline Coefficients combine(
 // Coefficients from a mean and variance in float64, which are saved if `first`: if this is
 // the one thread that does so.
 __device__ inline Coefficients save(
-    const TransformArguments& a, Offset statistic, Offset parameter, double mean, double var,
+    const TransformArguments& a, Offset statistic, const Given& given, double mean, double var,
     bool first
 ) {
     const Accumulator rounded = static_cast<Accumulator>(mean);
@@ -72,7 +85,7 @@ __device__ inline Coefficients save(
         write(a.statistics + 2 * row + statistic, residual);
         write(a.statistics + 3 * row + statistic, static_cast<Accumulator>(var));
     }
-    return combine(a, parameter, rounded, residual, inv_std);
+    return combine(a, given, rounded, residual, inv_std);
 }
 
 // The same from the moments of a whole statistic, which go into the running statistics.
@@ -80,14 +93,15 @@ __device__ inline Coefficients save_batch(
     const TransformArguments& a, Offset channel, Offset parameter, const Moments& all, bool first
 ) {
     const Geometry& g = a.geometry;
+    const Given given(a, parameter);
     const double var = all.m2 * a.each;
     if (first) {
-        a.running_mean.blend(parameter, all.mean, a.factor);
-        a.running_var.blend(parameter, var * a.scale, a.factor);
+        a.running_mean.blend(parameter, given.running_mean, all.mean, a.factor);
+        a.running_var.blend(parameter, given.running_var, var * a.scale, a.factor);
     }
     const Offset statistic = statistic_of(g, channel);
     first = first && statistic * static_cast<Offset>(g.members) == channel;
-    return save(a, statistic, parameter, all.mean, var, first);
+    return save(a, statistic, given, all.mean, var, first);
 }
 
 // Parameters of a tile, where they change within runs.

