@@ -1,53 +1,5 @@
 // Gradients where every channel has one weight: sums over channels, and dx from these.
-#include "gradients.cuh"
-
-// Writes the sums of a channel, the second about the mean before it was rounded, and what
-// they make of the parameters' gradients; returns the sums.
-__device__ inline Sums save(
-    const BackwardArguments& a, Offset channel, Offset parameter, Sums total, bool first
-) {
-    total.dy_xmu -= times_residual(residual_of(a, channel), total.dy);
-    if (!first) return total;
-    const double dweight = total.dy_xmu * inv_std_of(a, channel);
-    if (a.sum_dy != nullptr) write(a.sum_dy + channel, static_cast<Accumulator>(total.dy));
-    if (a.sum_dy_xmu != nullptr)
-        write(a.sum_dy_xmu + channel, static_cast<Accumulator>(total.dy_xmu));
-    a.dweight.set(parameter, dweight);
-    a.dbias.set(parameter, total.dy);
-    if (a.gradients != nullptr) {
-        const Offset group = static_cast<Offset>(a.geometry.group);
-        const Offset place = channel / group * group + channel;
-        write(a.gradients + place, static_cast<Accumulator>(dweight));
-        write(a.gradients + place + group, static_cast<Accumulator>(total.dy));
-    }
-    return total;
-}
-
-__device__ inline void add_tile(
-    Sums (&sums)[STATISTICS], const Tile& tile, const Vector (&dy)[TILE], const Vector (&x)[TILE],
-    const Accumulator (&mean)[STATISTICS]
-) {
-    constexpr int lanes = COLUMNS ? 1 : WIDTH;
-    #pragma unroll
-    for (int s = 0; s < STATISTICS; ++s) {
-        Accumulator sum_dy = 0, sum_dy_xmu = 0;
-        #pragma unroll
-        for (int i = 0; i < TILE; ++i) {
-            Accumulator of_dy = 0, of_dy_xmu = 0;
-            #pragma unroll
-            for (int l = 0; l < lanes; ++l) {
-                if (tile.access[i].has(s + l)) {
-                    const Accumulator gradient = widen(dy[i].lane[s + l]);
-                    of_dy += gradient;
-                    of_dy_xmu += gradient * (widen(x[i].lane[s + l]) - mean[s]);
-                }
-            }
-            sum_dy += of_dy;
-            sum_dy_xmu += of_dy_xmu;
-        }
-        sums[s].merge({static_cast<double>(sum_dy), static_cast<double>(sum_dy_xmu)});
-    }
-}
+#include "sums.cuh"
 
 // dx = dy * scale.
 __device__ inline void scale_tile(
@@ -73,7 +25,6 @@ __device__ inline void scale_tile(
 KERNEL reduce(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
-    Cursor cursor(a.geometry, a.cut, work);
     Coefficients coefficients[STATISTICS] = {};
     if (a.dx != nullptr) {
         distribute(coefficients, shared, work, [&](Offset p) {
@@ -81,18 +32,9 @@ KERNEL reduce(const BackwardArguments a) {
         });
         if (GROUP == THREADS) __syncthreads();
     }
-    Accumulator mean[STATISTICS];
-    read_means(a, work, mean);
-    Sums values[STATISTICS] = {};
-    for (long long n = 0; n < a.cut.tiles; ++n) {
-        const Tile tile(cursor);
-        Vector dy[TILE], x[TILE];
-        tile.load<false>(a.dy, dy);
-        tile.load<false>(a.x, x);
-        add_tile(values, tile, dy, x, mean);
+    take_sums(a, work, shared, [&](const Tile& tile, const Vector (&dy)[TILE]) {
         if (a.dx != nullptr) scale_tile(a, tile, dy, coefficients);
-    }
-    write_parts(values, shared, a.partials, work, a.cut);
+    });
 }
 
 // The sums of every channel, and what they make of the parameters' gradients, from the parts:
@@ -133,14 +75,7 @@ KERNEL share_sums(const BackwardArguments a) {
 KERNEL input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);
-    Cursor cursor(a.geometry, a.cut, work);
-    Tile tile(cursor);
-    Vector dy[TILE], x[TILE];
-    tile.load<true>(a.dy, dy);
-    tile.load<true>(a.x, x);
-
-    Coefficients coefficients[STATISTICS];
-    distribute(coefficients, shared, work, [&](Offset p) {
+    gradient_part(a, work, shared, [&](Offset p) {
         const Offset channel = work.channel + p, parameter = work.parameter + p;
         const Offset statistic = statistic_of(a.geometry, channel);
         const Sums sums = {read(a.given_dy + statistic), read(a.given_dy_xmu + statistic)};
@@ -148,16 +83,6 @@ KERNEL input_gradient(const BackwardArguments a) {
         return combine(a, channel, parameter,
                        weighted ? sums : sums.times(weight_of(a, parameter)));
     });
-    Accumulator weight[TILE][WIDTH];
-    for (long long n = 1; n < a.cut.tiles; ++n) {
-        read_weights(a, work, tile, weight);
-        gradient_tile(a, tile, dy, x, coefficients, weight);
-        tile = Tile(cursor);
-        tile.load<true>(a.dy, dy);
-        tile.load<true>(a.x, x);
-    }
-    read_weights(a, work, tile, weight);
-    gradient_tile(a, tile, dy, x, coefficients, weight);
 }
 
 // Sums and, unless it is absent, dx in one sweep over dy and x.

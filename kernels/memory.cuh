@@ -89,6 +89,25 @@ template <class T> __device__ inline void write(T* place, const T& value) {
     __stcs(reinterpret_cast<W*>(place), bits<W>(value));
 }
 
+// Adds one to a counter that blocks share; what it was before.
+__device__ inline unsigned take_number(unsigned* counter) { return atomicAdd(counter, 1u); }
+
+// The same, between all that this thread has written and read, and what it will: who has counted
+// later, or waited for that, reads what all who counted before had written. So do the threads that
+// meet this one at a barrier before, for what they have written, and after.
+__device__ inline unsigned arrive(unsigned* counter) {
+    __threadfence();
+    const unsigned before = take_number(counter);
+    __threadfence();
+    return before;
+}
+
+// Waits until a counter has a number.
+__device__ inline void wait_for(const unsigned* counter, unsigned number) {
+    while (*static_cast<const volatile unsigned*>(counter) < number) __nanosleep(20);
+    __threadfence();
+}
+
 __device__ inline double to_number(double value) { return value; }
 __device__ inline float to_number(float value) { return value; }
 __device__ inline float to_number(__half value) { return __half2float(value); }

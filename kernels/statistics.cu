@@ -16,17 +16,7 @@ struct MomentsArguments {
 KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
-    Cursor cursor(a.geometry, a.cut, work);
-    Accumulation accumulation(a.centered != 0);
-    for (long long n = 0; n < a.cut.tiles; ++n) {
-        const Tile tile(cursor);
-        Vector x[TILE];
-        tile.load<false>(a.x, x);
-        accumulation.add(tile, x);
-    }
-    Moments values[STATISTICS];
-    accumulation.finish(values);
-    write_parts(values, shared, a.partials, work, a.cut);
+    take_moments(a.x, a.centered != 0, a.geometry, a.cut, work, shared, a.partials);
 }
 
 struct FinishMomentsArguments {

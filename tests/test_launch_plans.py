@@ -16,10 +16,10 @@ from cunorm.geometry import (
     row_norm_geometry,
 )
 
-H200 = Device(90, 132, 227 << 10, 228 << 10)
-A100 = Device(80, 108, 163 << 10, 164 << 10)
-T4 = Device(75, 40, 64 << 10, 64 << 10)
-RTX4090 = Device(89, 128, 99 << 10, 100 << 10)
+H200 = Device(90, 132, 227 << 10, 228 << 10, 60 << 20)
+A100 = Device(80, 108, 163 << 10, 164 << 10, 40 << 20)
+T4 = Device(75, 40, 64 << 10, 64 << 10, 4 << 20)
+RTX4090 = Device(89, 128, 99 << 10, 100 << 10, 72 << 20)
 DEVICES = [H200, A100, T4, RTX4090]
 WHOLE = Alignment(16, 0)
 DTYPES = [np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]

@@ -2,7 +2,8 @@
 
 `reduce` sums dy and dy * (x - mean) over every channel, `input_gradient` takes it from
 there; between the two a synchronized norm adds up its ranks. `backward` does both: in one
-sweep where the plan is resident, or where the statistics are given, else in two.
+sweep where the plan is resident, or where the statistics are given, else in two, which may
+share a launch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import struct
 from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import launch, source
-from .statistics import address, aligned, dense, launch_channels, launch_cut, parameter
+from .statistics import (
+    address,
+    aligned,
+    dense,
+    launch_cached,
+    launch_channels,
+    launch_cut,
+    parameter,
+)
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
@@ -135,6 +144,13 @@ def _stream(
     partials = source.pointer(space)
     place = partials + partial_bytes
     sums = place, place + channels * each  # of every channel, or row
+    if plan.ahead:  # counters follow: one, and one of each block row at most
+        both = _arguments(
+            dy, x, mean, dx=target, partials=partials, given=sums, sums=sums, **options
+        )
+        kernel = "backward_cached.cu", "backward_cached"
+        launch_cached(*kernel, plan, both, place + 2 * channels * each, bool(target))
+        return
     sweep = _arguments(
         dy, x, mean, dx=0 if training else target, partials=partials, sums=sums, **options
     )

@@ -16,6 +16,7 @@ __all__ = ["moments", "update_running"]
 PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
 _MOMENTS = struct.Struct("=2Qq")
+_TICKETS = struct.Struct("=Qq")
 _FINISH = struct.Struct("=3Q3q")
 _UPDATE = struct.Struct("=QqQq2Q2d2q")
 
@@ -62,6 +63,26 @@ def launch_cut(file: str, name: str, plan: LaunchPlan, arguments: bytes) -> None
     source.launch(
         file, name, plan.options, plan.blocks, plan.threads, plan.shared, arguments + plan.packed
     )
+
+
+def counter_bytes(plan: LaunchPlan) -> int:
+    """Of the next ticket and of every group of threads whose parts arrive."""
+    return 4 * (1 + plan.blocks // plan.parts)
+
+
+def launch_cached(
+    file: str, name: str, plan: LaunchPlan, arguments: bytes, counters: int, second=True
+) -> None:
+    """Launch a kernel that takes tickets, for both sweeps or for the first alone.
+
+    At the address `counters` there is room for `counter_bytes`.
+    """
+    source.clear(counters, counter_bytes(plan))
+    tickets = _TICKETS.pack(counters, plan.ahead if second else plan.blocks)
+    source.launch(
+        file, name, plan.options, plan.blocks * (2 if second else 1), plan.threads, plan.shared,
+        arguments + plan.packed + tickets,
+    )  # fmt: skip
 
 
 def launch_channels(file: str, name: str, plan: LaunchPlan, each: int, number: int, arguments):

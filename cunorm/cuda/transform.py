@@ -1,7 +1,7 @@
 """y = (x - mean) * inv_std * weight + bias.
 
 `transform` applies given statistics, `infer` running ones. `normalize` takes them from
-the data: in one sweep where the plan is resident, else in two.
+the data: in one sweep where the plan is resident, else in two, which may share a launch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .statistics import (
     address,
     aligned,
     dense,
+    launch_cached,
     launch_channels,
     launch_cut,
     parameter,
@@ -90,16 +91,22 @@ def normalize(
     if not plan.resident:  # partial results follow, of every channel, or of every row
         channels = 1 if plan.rows else geometry.members
         rows += PARTIAL_MOMENTS * plan.parts * channels * (8 // dtype.itemsize)
+    counters = rows  # of a plan that takes tickets: one, and one of each block row at most
+    rows += 2 if plan.ahead else 0
     statistics = source.array_module().empty((rows, number), dtype)
     place, row = source.pointer(statistics), number * dtype.itemsize
     arguments = _ARGUMENTS.pack(
-        source_place, target, 0, 0, 0, place + 4 * row, place,
+        source_place, target, place, place + 2 * row, place + row, place + 4 * row, place,
         *parameter(weight), *parameter(bias), *parameter(mean), *parameter(var),
         eps, scale, factor, weight_offset, centered, plan.samples,
     )  # fmt: skip
     if plan.resident:
         in_turns = "normalize_rows.cu", "normalize_rows"
         launch_cut(*(in_turns if plan.samples else ("transform.cu", "normalize")), plan, arguments)
+    elif plan.ahead:
+        launch_cached(
+            "normalize_cached.cu", "normalize_cached", plan, arguments, place + counters * row
+        )
     else:
         partial_moments(x, place + 4 * row, plan, centered)
         launch_channels(

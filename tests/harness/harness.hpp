@@ -26,6 +26,7 @@ unsigned grid();
 unsigned char* shared();
 
 void barrier();
+void sleep();
 void cluster_arrive();
 void cluster_wait();
 void* map_shared(const void* place, unsigned rank);
@@ -78,6 +79,16 @@ template <class T> void __stcs(T* place, T value) {
     harness::count_write(place, sizeof(T));
     *place = value;
 }
+
+// Threads run one at a time.
+inline unsigned atomicAdd(unsigned* place, unsigned value) {
+    const unsigned before = harness::load(place);
+    harness::count_write(place, sizeof(unsigned));
+    *place += value;
+    return before;
+}
+inline void __threadfence() {}
+inline void __nanosleep(unsigned) { harness::sleep(); }
 
 template <int BYTES> void begin_copy(void* shared, const void* place) {
     harness::begin_copy(shared, place, BYTES);
