@@ -226,8 +226,8 @@ def main():
     """Markdown: registers of every kernel for an architecture (90 if none is given)."""
     architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     names = ("moments", "transform", "normalize", "normalize_cached", "normalize_rows", "reduce",
-             "input_gradient", "backward", "backward_cached", "backward_rows", "double_reduce", "double_transform", "double_backward",
-             "double_backward_rows")  # fmt: skip
+             "input_gradient", "backward", "backward_cached", "backward_rows", "double_reduce",
+             "double_transform", "double_backward", "double_backward_rows")  # fmt: skip
     print(f"sm_{architecture}, NVRTC 13: registers for float16, bfloat16, float32, float64\n")
     print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * (1 + len(names))}|")
     spills = 0

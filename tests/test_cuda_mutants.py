@@ -283,6 +283,62 @@ MUTANTS = {
         "    __syncthreads();  // the rows that were",
         "    // the rows that were",
     ),
+    "what is made of parts before all have arrived": (
+        "test_candidate and cached",
+        "cached.cuh",
+        "+ 1 < parts) return;",
+        "+ 2 < parts) return;",
+    ),
+    "a part that nobody counts": (
+        "test_candidate and cached",
+        "cached.cuh",
+        "part < parts; part += DEEP",
+        "part + 1 < parts; part += DEEP",
+    ),
+    "a second sweep that does not wait": (
+        "test_candidate and cached",
+        "cached.cuh",
+        "static_cast<unsigned>(cut.parts) + 1);",
+        "static_cast<unsigned>(cut.parts));",
+    ),
+    "a second sweep that waits for tickets to come": (
+        "test_candidate and cached",
+        "cached.cuh",
+        "second = (number - ahead) % 2;\n            unit = (number - ahead) / 2 + "
+        "(second ? 0 : ahead);",
+        "second = (number - ahead) % 2;\n            unit = (number - ahead) / 2 + "
+        "(second ? 2 * ahead : ahead);",
+    ),
+    "units of the first sweep twice": (
+        "test_candidate and cached",
+        "cached.cuh",
+        "(second ? 0 : ahead)",
+        "0",
+    ),
+    "the last units' second sweep left out": (
+        "test_candidate and cached",
+        "cached.cuh",
+        "unit = number - all / 2;",
+        "unit = number - ahead;",
+    ),
+    "lost barrier before a part arrives": (
+        "test_candidate and cached and 328",
+        "cached.cuh",
+        "    __syncthreads();\n    if (threadIdx.x == 0) *word",
+        "    if (threadIdx.x == 0) *word",
+    ),
+    "lost barrier before what parts make is announced": (
+        "test_candidate and cached and 328",
+        "cached.cuh",
+        "    __syncthreads();\n    if (threadIdx.x == 0) arrive(counter);",
+        "    if (threadIdx.x == 0) arrive(counter);",
+    ),
+    "another block's word": (
+        "test_candidate and cached and 328",
+        "cached.cuh",
+        "*word = find();\n    __syncthreads();",
+        "*word = find();",
+    ),
     "statistics about the mean after all": (
         "test_candidate_of_norms and warp and RMS and 120",
         "moments.cuh",

@@ -65,9 +65,9 @@ _BLOCKS_PER_MULTIPROCESSOR = 8
 _MOST_PARTS = 512
 
 # Two sweeps in one launch: the second is so many bytes behind the first, of all inputs together,
-# as are this part of the second-level cache (12 of the 60 MB of an H200). Less, and it waits for
-# statistics; more, and what it reads has left the cache, where the output comes in too.
-_CACHE_PART = 5
+# as make these percents of the second-level cache (16 of the 60 MB of an H200). Less, and it waits
+# for statistics; more, and what it reads has left the cache, into which the output comes too.
+_WINDOW_PERCENT = 27
 # What a block takes in either sweep: small, for blocks to be done in the order of their tickets.
 _CACHED_PART_BYTES = 32 << 10
 # Its word of shared memory, after the header.
@@ -528,7 +528,7 @@ def _steps(p: _Problem, across: int) -> int:
 
 def _lag(p: _Problem, step_bytes: int) -> int:
     """Steps by which a second sweep in the same launch is behind; 0 if one is too much."""
-    return p.device.cache // _CACHE_PART // step_bytes
+    return p.device.cache * _WINDOW_PERCENT // 100 // step_bytes
 
 
 def _cached(p: _Problem) -> LaunchPlan | str:
@@ -545,7 +545,7 @@ def _cached(p: _Problem) -> LaunchPlan | str:
     step_bytes = number * across * access_bytes
     lag, steps = _lag(p, step_bytes), _steps(p, across)
     if lag == 0:
-        return f"{step_bytes} bytes of statistics that go together are too much for the cache"
+        return f"{step_bytes} bytes of statistics side by side: too much for the cache"
     if steps <= 2 * lag:
         return "little enough for the cache to have most of it between two launches"
     tiles = max(1, _CACHED_PART_BYTES // (a_tile * across * access_bytes))
