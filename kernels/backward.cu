@@ -75,7 +75,14 @@ KERNEL share_sums(const BackwardArguments a) {
 KERNEL input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);
-    gradient_part(a, work, shared, [&](Offset p) {
+    Cursor cursor(a.geometry, a.cut, work);
+    Tile tile(cursor);
+    Vector dy[TILE], x[TILE];
+    tile.load<true>(a.dy, dy);
+    tile.load<true>(a.x, x);
+
+    Coefficients coefficients[STATISTICS];
+    distribute(coefficients, shared, work, [&](Offset p) {
         const Offset channel = work.channel + p, parameter = work.parameter + p;
         const Offset statistic = statistic_of(a.geometry, channel);
         const Sums sums = {read(a.given_dy + statistic), read(a.given_dy_xmu + statistic)};
@@ -83,6 +90,16 @@ KERNEL input_gradient(const BackwardArguments a) {
         return combine(a, channel, parameter,
                        weighted ? sums : sums.times(weight_of(a, parameter)));
     });
+    Accumulator weight[TILE][WIDTH];
+    for (long long n = 1; n < a.cut.tiles; ++n) {
+        read_weights(a, work, tile, weight);
+        gradient_tile(a, tile, dy, x, coefficients, weight);
+        tile = Tile(cursor);
+        tile.load<true>(a.dy, dy);
+        tile.load<true>(a.x, x);
+    }
+    read_weights(a, work, tile, weight);
+    gradient_tile(a, tile, dy, x, coefficients, weight);
 }
 
 // Sums and, unless it is absent, dx in one sweep over dy and x.

@@ -7,27 +7,50 @@ struct BackwardCachedArguments {
     Tickets tickets;
 };
 
-// A block takes one part of its channels: for partials[channel, part] = (sum_dy, sum_dy_xmu), or
-// for its dx. Shared memory: one partial result of each warp and position, or the coefficients of
-// every position; then a word.
-CACHED_KERNEL(768) backward_cached(const BackwardCachedArguments a) {
+// A block takes one part of its channels for partials[channel, part] = (sum_dy, sum_dy_xmu), and
+// one of others for its dx. Shared memory: one partial result of each warp and position, or the
+// coefficients of every position; a word; dy and x of the latter part.
+CACHED_KERNEL backward_cached(const BackwardCachedArguments a) {
     SHARED_MEMORY(shared);
     const BackwardArguments& b = a.backward;
+    const int tiles = static_cast<int>(b.cut.tiles);
+    const Shelf shelf = shelf_of(shared);
     const Ticket ticket(a.tickets, shared);
-    const Work work(b.geometry, b.cut, ticket.unit);
-    const Offset step = ticket.unit / static_cast<Offset>(b.cut.parts);
-    if (ticket.second) {
-        gradient_part(b, work, shared, [&](Offset p) {
-            wait_for_step(a.tickets, step, b.cut);
-            const Offset channel = work.channel + p, parameter = work.parameter + p;
-            const Sums sums = {read(b.given_dy + channel), read(b.given_dy_xmu + channel)};
-            return combine(b, channel, parameter, sums.times(weight_of(b, parameter)));
-        });
-    } else {
-        take_sums(b, work, shared, [](const Tile&, const Vector (&)[TILE]) {});
+    const Work second(b.geometry, b.cut, ticket.second);
+    if (ticket.has_second) {
+        Cursor ahead(b.geometry, b.cut, second);
+        for (int n = 0; n < tiles; ++n) {
+            const Tile tile(ahead);
+            shelf.fetch(tile, b.dy, n, 0, 2);
+            shelf.fetch(tile, b.x, n, 1, 2);
+        }
+    }
+    if (ticket.has_first) {
+        const Work first(b.geometry, b.cut, ticket.first);
+        take_sums(b, first, shared, [](const Tile&, const Vector (&)[TILE]) {});
         finish_step<Sums>(
-            a.tickets, step, b.partials, shared, work, b.cut, [&](Offset p, const Sums& total) {
-                save(b, work.channel + p, work.parameter + p, total, true);
+            a.tickets, ticket.first, b.partials, shared, first, b.cut,
+            [&](Offset p, const Sums& total) {
+                save(b, first.channel + p, first.parameter + p, total, true);
             });
+    }
+    if (!ticket.has_second) return;
+
+    Coefficients coefficients[STATISTICS];
+    distribute(coefficients, shared, second, [&](Offset p) {
+        wait_for_step(a.tickets, ticket.second, b.cut);
+        const Offset channel = second.channel + p, parameter = second.parameter + p;
+        const Sums sums = {read(b.given_dy + channel), read(b.given_dy_xmu + channel)};
+        return combine(b, channel, parameter, sums.times(weight_of(b, parameter)));
+    });
+    end_group_of_copies();
+    wait_for_copies<0>();
+    Cursor cursor(b.geometry, b.cut, second);
+    for (int n = 0; n < tiles; ++n) {
+        const Tile tile(cursor);
+        Vector dy[TILE], x[TILE];
+        shelf.get(n, 0, dy, 2);
+        shelf.get(n, 1, x, 2);
+        gradient_tile(b, tile, dy, x, coefficients, {});
     }
 }

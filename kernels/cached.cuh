@@ -3,34 +3,42 @@
 //
 // A *step* is what a block of threads has together: one channel of runs, or `taken` of columns. Its
 // units, one for each part, are gone over twice: first for partial results, then with what all of
-// them make. Blocks take tickets as they start, in whose order first units and second ones `ahead`
-// units behind alternate. So the second of a unit waits only for blocks with lower tickets, which
-// run already and wait for none with higher ones: no number of blocks that run at a time, and
-// nothing that runs beside them, can make them wait for ever. The last block to arrive at a step
-// folds its partial results, whose order is that of the parts, whoever wrote them when. So the
-// same bits come out every time.
+// them make. Blocks take tickets as they start, and go over the unit of that number for the first
+// time, and over the one `ahead` units before for the second, whose elements are on their way to
+// shared memory meanwhile. Only the second time waits, for blocks with lower tickets, which run
+// already, and for what these do before they wait themselves: no number of blocks that run at a
+// time, and nothing that runs beside them, can make them wait for ever. The last block to arrive at
+// a step folds its partial results, whose order is that of the parts, whoever wrote them when. So
+// the same bits come out every time.
 #pragma once
 
 #include "reduce.cuh"
 
-// Where a block waits, others on its multiprocessor do not: `threads` of them in whole runs. Other
-// layouts and wider numbers have the registers that they need for not spilling.
+// Where a block waits, others on its multiprocessor do not: 1024 threads of whole runs share one.
+// Other layouts and wider numbers have the registers that they need for not spilling.
 constexpr bool MANY_REGISTERS =
     COLUMNS || !ALIGNED || WIDE || sizeof(Vector) == 2 || sizeof(Element) == 8;
-#define CACHED_KERNEL(threads) \
-    extern "C" __global__ void __launch_bounds__(THREADS, (MANY_REGISTERS ? 512 : threads) / THREADS)
+#define CACHED_KERNEL \
+    extern "C" __global__ void __launch_bounds__(THREADS, (MANY_REGISTERS ? 512 : 1024) / THREADS)
 
 static_assert(GROUP == THREADS, "a block is a group of threads");
 
-// A block that takes tickets has a word of its own in shared memory, after the header.
 struct Tickets {
     // Zeros in the beginning: the next ticket, then of every step the parts that have arrived, and
     // one more when what they make is there.
     unsigned* counters;
-    long long ahead;  // units by which the first sweep is ahead of the second
+    long long units;
+    long long ahead;  // units by which the first time is ahead of the second
 
-    __device__ unsigned* of_step(Offset step) const { return counters + 1 + step; }
+    __device__ unsigned* of_step(Offset unit, const Cut& cut) const {
+        return counters + 1 + unit / static_cast<Offset>(cut.parts);
+    }
 };
+
+// Shared memory of a block after the header: a word, and the elements of a unit.
+__device__ inline Shelf shelf_of(unsigned char* shared) {
+    return {reinterpret_cast<Vector*>(shared + HEADER + 16)};
+}
 
 // Of thread 0, for all threads of the block.
 template <class Find> __device__ inline unsigned find_once(unsigned char* shared, Find find) {
@@ -41,25 +49,18 @@ template <class Find> __device__ inline unsigned find_once(unsigned char* shared
     return *word;
 }
 
-// What a block does: the unit that it goes over, for the first time or for the second.
+// What a block does.
 struct Ticket {
-    Offset unit;
-    bool second;
+    Offset first;   // unit that it goes over for the first time, if it has one
+    Offset second;  // and for the second
+    bool has_first, has_second;
 
     __device__ Ticket(const Tickets& tickets, unsigned char* shared) {
-        const unsigned number =
-            find_once(shared, [&] { return take_number(tickets.counters); });
-        const unsigned ahead = static_cast<unsigned>(tickets.ahead), all = gridDim.x;
-        if (number < ahead) {  // of the first sweep alone
-            second = false;
-            unit = number;
-        } else if (number < all - ahead) {
-            second = (number - ahead) % 2;
-            unit = (number - ahead) / 2 + (second ? 0 : ahead);
-        } else {
-            second = true;
-            unit = number - all / 2;
-        }
+        const Offset ahead = static_cast<Offset>(tickets.ahead);
+        first = find_once(shared, [&] { return take_number(tickets.counters); });
+        second = first - ahead;
+        has_first = first < static_cast<Offset>(tickets.units);
+        has_second = first >= ahead;
     }
 };
 
@@ -67,11 +68,11 @@ struct Ticket {
 // all of them, as it has folded those of its threads, and has `save(position, total)` write what
 // they make.
 template <class P, class Save> __device__ inline void finish_step(
-    const Tickets& tickets, Offset step, const double* partials, unsigned char* shared,
+    const Tickets& tickets, Offset unit, const double* partials, unsigned char* shared,
     const Work& work, const Cut& cut, Save save
 ) {
     const Offset parts = static_cast<Offset>(cut.parts);
-    unsigned* const counter = tickets.of_step(step);
+    unsigned* const counter = tickets.of_step(unit, cut);
     if (find_once(shared, [&] { return arrive(counter); }) + 1 < parts) return;
     P values[STATISTICS] = {};
     for (Offset part = threadIdx.x / ACROSS; part < parts; part += DEEP) {
@@ -89,7 +90,7 @@ template <class P, class Save> __device__ inline void finish_step(
     if (threadIdx.x == 0) arrive(counter);
 }
 
-// Waits until what the parts of a step make is there.
-__device__ inline void wait_for_step(const Tickets& tickets, Offset step, const Cut& cut) {
-    wait_for(tickets.of_step(step), static_cast<unsigned>(cut.parts) + 1);
+// Waits until what the parts of a unit's step make is there.
+__device__ inline void wait_for_step(const Tickets& tickets, Offset unit, const Cut& cut) {
+    wait_for(tickets.of_step(unit, cut), static_cast<unsigned>(cut.parts) + 1);
 }

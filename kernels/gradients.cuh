@@ -148,31 +148,6 @@ __device__ inline void read_weights(
     if (SPANS) spread(a.weight, a.geometry, work, tile, 1.0, a.weight_offset, weight);
 }
 
-// dx of a group's part of its channels with the coefficients that `find(position)` makes, while
-// which the first tile is under way.
-template <class Find> __device__ inline void gradient_part(
-    const BackwardArguments& a, const Work& work, unsigned char* shared, Find find
-) {
-    Cursor cursor(a.geometry, a.cut, work);
-    Tile tile(cursor);
-    Vector dy[TILE], x[TILE];
-    tile.load<true>(a.dy, dy);
-    tile.load<true>(a.x, x);
-
-    Coefficients coefficients[STATISTICS];
-    distribute(coefficients, shared, work, find);
-    Accumulator weight[TILE][WIDTH];
-    for (long long n = 1; n < a.cut.tiles; ++n) {
-        read_weights(a, work, tile, weight);
-        gradient_tile(a, tile, dy, x, coefficients, weight);
-        tile = Tile(cursor);
-        tile.load<true>(a.dy, dy);
-        tile.load<true>(a.x, x);
-    }
-    read_weights(a, work, tile, weight);
-    gradient_tile(a, tile, dy, x, coefficients, weight);
-}
-
 // dx of all that a group of threads holds: of the last tile, which is in registers, and of those
 // before, which are on the shelf from `first` on.
 __device__ inline void gradient_of_held(

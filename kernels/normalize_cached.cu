@@ -7,28 +7,45 @@ struct NormalizeCachedArguments {
     Tickets tickets;
 };
 
-// A block takes one part of its channels: for partials[channel, part] = (mean, m2, count), or to
-// transform it. Shared memory: one partial result of each warp and position, or the coefficients of
-// every position; then a word.
-CACHED_KERNEL(1024) normalize_cached(const NormalizeCachedArguments a) {
+// A block takes one part of its channels for partials[channel, part] = (mean, m2, count), and one
+// of others to transform it. Shared memory: one partial result of each warp and position, or the
+// coefficients of every position; a word; the part that is transformed.
+CACHED_KERNEL normalize_cached(const NormalizeCachedArguments a) {
     SHARED_MEMORY(shared);
     const TransformArguments& t = a.transform;
+    const int tiles = static_cast<int>(t.cut.tiles);
+    const Shelf shelf = shelf_of(shared);
     const Ticket ticket(a.tickets, shared);
-    const Work work(t.geometry, t.cut, ticket.unit);
-    const Offset step = ticket.unit / static_cast<Offset>(t.cut.parts);
-    if (ticket.second) {
-        transform_part(t, work, shared, [&](Offset p) {
-            wait_for_step(a.tickets, step, t.cut);
-            const Offset channel = work.channel + p;
-            return combine(t, work.parameter + p, read(t.mean + channel),
-                           read(t.residual + channel), read(t.inv_std + channel));
-        });
-    } else {
-        take_moments(t.x, t.centered != 0, t.geometry, t.cut, work, shared,
-                     t.partials);
+    const Work second(t.geometry, t.cut, ticket.second);
+    if (ticket.has_second) {
+        Cursor ahead(t.geometry, t.cut, second);
+        for (int n = 0; n < tiles; ++n) shelf.fetch(Tile(ahead), t.x, n, 0, 1);
+    }
+    if (ticket.has_first) {
+        const Work first(t.geometry, t.cut, ticket.first);
+        take_moments(t.x, t.centered != 0, t.geometry, t.cut, first, shared, t.partials);
         finish_step<Moments>(
-            a.tickets, step, t.partials, shared, work, t.cut, [&](Offset p, const Moments& all) {
-                save_batch(t, work.channel + p, work.parameter + p, all, true);
+            a.tickets, ticket.first, t.partials, shared, first, t.cut,
+            [&](Offset p, const Moments& all) {
+                save_batch(t, first.channel + p, first.parameter + p, all, true);
             });
+    }
+    if (!ticket.has_second) return;
+
+    Coefficients coefficients[STATISTICS];
+    distribute(coefficients, shared, second, [&](Offset p) {
+        wait_for_step(a.tickets, ticket.second, t.cut);
+        const Offset channel = second.channel + p;
+        return combine(t, second.parameter + p, read(t.mean + channel), read(t.residual + channel),
+                       read(t.inv_std + channel));
+    });
+    end_group_of_copies();
+    wait_for_copies<0>();
+    Cursor cursor(t.geometry, t.cut, second);
+    for (int n = 0; n < tiles; ++n) {
+        const Tile tile(cursor);
+        Vector x[TILE];
+        shelf.get(n, 0, x, 1);
+        transform_tile(t, tile, x, coefficients, {});
     }
 }

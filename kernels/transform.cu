@@ -35,9 +35,24 @@ KERNEL finish_statistics(const TransformArguments a) {
 KERNEL transform(const TransformArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);
-    transform_part(a, work, shared, [&](Offset p) {
+    Cursor cursor(a.geometry, a.cut, work);
+    Tile tile(cursor);
+    Vector x[TILE];
+    tile.load<true>(a.x, x);
+
+    Coefficients coefficients[STATISTICS];
+    distribute(coefficients, shared, work, [&](Offset p) {
         return find(a, work.channel + p, work.parameter + p, work.part == 0);
     });
+    Spread parameters;
+    for (long long n = 1; n < a.cut.tiles; ++n) {
+        parameters.read(a, work, tile);
+        transform_tile(a, tile, x, coefficients, parameters);
+        tile = Tile(cursor);
+        tile.load<true>(a.x, x);
+    }
+    parameters.read(a, work, tile);
+    transform_tile(a, tile, x, coefficients, parameters);
 }
 
 // Statistics and transform in one sweep over x.

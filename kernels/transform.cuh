@@ -107,26 +107,3 @@ __device__ inline void transform_tile(
         tile.access[i].store(a.y, result);
     }
 }
-
-// Transform of a group's part of its channels with the coefficients that `find(position)` makes,
-// while which the first tile is under way.
-template <class Find> __device__ inline void transform_part(
-    const TransformArguments& a, const Work& work, unsigned char* shared, Find find
-) {
-    Cursor cursor(a.geometry, a.cut, work);
-    Tile tile(cursor);
-    Vector x[TILE];
-    tile.load<true>(a.x, x);
-
-    Coefficients coefficients[STATISTICS];
-    distribute(coefficients, shared, work, find);
-    Spread parameters;
-    for (long long n = 1; n < a.cut.tiles; ++n) {
-        parameters.read(a, work, tile);
-        transform_tile(a, tile, x, coefficients, parameters);
-        tile = Tile(cursor);
-        tile.load<true>(a.x, x);
-    }
-    parameters.read(a, work, tile);
-    transform_tile(a, tile, x, coefficients, parameters);
-}

@@ -304,22 +304,26 @@ MUTANTS = {
     "a second sweep that waits for tickets to come": (
         "test_candidate and cached",
         "cached.cuh",
-        "second = (number - ahead) % 2;\n            unit = (number - ahead) / 2 + "
-        "(second ? 0 : ahead);",
-        "second = (number - ahead) % 2;\n            unit = (number - ahead) / 2 + "
-        "(second ? 2 * ahead : ahead);",
+        "second = first - ahead;",
+        "second = static_cast<Offset>(tickets.units) - 1 + ahead - first;",
     ),
-    "units of the first sweep twice": (
+    "the first units left out": (
         "test_candidate and cached",
         "cached.cuh",
-        "(second ? 0 : ahead)",
-        "0",
+        "has_second = first >= ahead;",
+        "has_second = first > ahead;",
     ),
-    "the last units' second sweep left out": (
+    "a unit that nobody waited for": (
         "test_candidate and cached",
-        "cached.cuh",
-        "unit = number - all / 2;",
-        "unit = number - ahead;",
+        "normalize_cached.cu",
+        "wait_for_copies<0>();",
+        "wait_for_copies<1>();",
+    ),
+    "the sums of another unit": (
+        "test_candidate and cached",
+        "backward_cached.cu",
+        "read(b.given_dy + channel)",
+        "read(b.given_dy + p)",
     ),
     "lost barrier before a part arrives": (
         "test_candidate and cached and 328",

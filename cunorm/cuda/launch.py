@@ -68,9 +68,10 @@ _MOST_PARTS = 512
 # as make these percents of the second-level cache (16 of the 60 MB of an H200). Less, and it waits
 # for statistics; more, and what it reads has left the cache, into which the output comes too.
 _WINDOW_PERCENT = 27
-# What a block takes in either sweep: small, for blocks to be done in the order of their tickets.
+# What a block takes in either sweep: small, for blocks to be done in the order of their tickets,
+# and for four to have room for it in a multiprocessor's shared memory.
 _CACHED_PART_BYTES = 32 << 10
-# Its word of shared memory, after the header.
+# A block's word of shared memory, after the header.
 _TICKET_BYTES = 16
 
 # The gradients of a row's parameters are sums over samples: chains of 256 of them at most, as
@@ -143,7 +144,9 @@ class LaunchPlan(NamedTuple):
     rows: bool  # statistics are runs in which parameters change
     samples: int  # that a block takes one after another; 0 unless it takes rows in turns
     sample_blocks: int  # that all samples are; 1 unless rows are taken in turns
-    ahead: int = 0  # blocks by which the first of two sweeps in one launch is ahead
+    ahead: int = (
+        0  # blocks by which the first of two sweeps in one launch is ahead, if there are two
+    )
 
 
 class Launch(NamedTuple):
@@ -537,18 +540,20 @@ def _cached(p: _Problem) -> LaunchPlan | str:
         return "double backward passes take two launches"
     if p.span > 0 or p.geometry.members > 1:
         return "parameters change within a statistic"
+    if p.device.compute_capability < 80:
+        return "copies that go on by themselves need compute capability 8.0"
     if p.geometry.inner == 1:  # more sums of columns than four fill a thread's registers
         p = p._replace(access=p.access._replace(width=min(p.access.width, 4)))
     threads, across, a_tile = _streaming(p)
     number = _accesses(p)
-    access_bytes = p.access.width * p.itemsize * p.operands
-    step_bytes = number * across * access_bytes
+    row_bytes = across * p.access.width * p.itemsize * p.operands
+    step_bytes = number * row_bytes
     lag, steps = _lag(p, step_bytes), _steps(p, across)
     if lag == 0:
         return f"{step_bytes} bytes of statistics side by side: too much for the cache"
     if steps <= 2 * lag:
         return "little enough for the cache to have most of it between two launches"
-    tiles = max(1, _CACHED_PART_BYTES // (a_tile * across * access_bytes))
+    tiles = max(1, _CACHED_PART_BYTES // (a_tile * row_bytes))
     parts = min(_MOST_PARTS, _ceil_div(number, tiles * a_tile))
     share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     parts = _ceil_div(number, share)
@@ -556,7 +561,8 @@ def _cached(p: _Problem) -> LaunchPlan | str:
         p, "cached", resident=False, threads=threads, group=threads, across=across,
         share=min(share, number), parts=parts, cluster=1,
     )  # fmt: skip
-    return built._replace(shared=built.shared + _TICKET_BYTES, ahead=lag * parts)
+    held = _TICKET_BYTES + _ceil_div(share, a_tile) * a_tile * row_bytes
+    return built._replace(shared=built.shared + held, ahead=lag * parts)
 
 
 def _stream(p: _Problem) -> LaunchPlan | str:

@@ -16,7 +16,7 @@ __all__ = ["moments", "update_running"]
 PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
 _MOMENTS = struct.Struct("=2Qq")
-_TICKETS = struct.Struct("=Qq")
+_TICKETS = struct.Struct("=Q2q")
 _FINISH = struct.Struct("=3Q3q")
 _UPDATE = struct.Struct("=QqQq2Q2d2q")
 
@@ -78,9 +78,10 @@ def launch_cached(
     At the address `counters` there is room for `counter_bytes`.
     """
     source.clear(counters, counter_bytes(plan))
-    tickets = _TICKETS.pack(counters, plan.ahead if second else plan.blocks)
+    ahead = plan.ahead if second else 0
+    tickets = _TICKETS.pack(counters, plan.blocks, ahead or plan.blocks)
     source.launch(
-        file, name, plan.options, plan.blocks * (2 if second else 1), plan.threads, plan.shared,
+        file, name, plan.options, plan.blocks + ahead, plan.threads, plan.shared,
         arguments + plan.packed + tickets,
     )  # fmt: skip
 
