@@ -3,7 +3,7 @@
 #include "sums.cuh"
 
 struct BackwardCachedArguments {
-    BackwardArguments backward;  // in which the sums to read are those that are written
+    BackwardArguments backward;
     Tickets tickets;
 };
 
@@ -28,20 +28,20 @@ CACHED_KERNEL backward_cached(const BackwardCachedArguments a) {
     if (ticket.has_first) {
         const Work first(b.geometry, b.cut, ticket.first);
         take_sums(b, first, shared, [](const Tile&, const Vector (&)[TILE]) {});
-        finish_step<Sums>(
+        finish_step<Coefficients, Sums>(
             a.tickets, ticket.first, b.partials, shared, first, b.cut,
-            [&](Offset p, const Sums& total) {
-                save(b, first.channel + p, first.parameter + p, total, true);
+            [&](Offset p, const Sums& sums, bool first_time) {
+                const Offset channel = first.channel + p, parameter = first.parameter + p;
+                const Sums total = save(b, channel, parameter, sums, first_time);
+                return combine(b, channel, parameter, total.times(weight_of(b, parameter)));
             });
     }
     if (!ticket.has_second) return;
 
     Coefficients coefficients[STATISTICS];
     distribute(coefficients, shared, second, [&](Offset p) {
-        wait_for_step(a.tickets, ticket.second, b.cut);
-        const Offset channel = second.channel + p, parameter = second.parameter + p;
-        const Sums sums = {read(b.given_dy + channel), read(b.given_dy_xmu + channel)};
-        return combine(b, channel, parameter, sums.times(weight_of(b, parameter)));
+        return wait_for_coefficients<Coefficients>(
+            a.tickets, ticket.second, b.cut, second.channel + p);
     });
     end_group_of_copies();
     wait_for_copies<0>();

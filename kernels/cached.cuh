@@ -27,6 +27,7 @@ struct Tickets {
     // Zeros in the beginning: the next ticket, then of every step the parts that have arrived, and
     // one more when what they make is there.
     unsigned* counters;
+    Accumulator* coefficients;  // what the parts of a step make, of every channel
     long long units;
     long long ahead;  // units by which the first time is ahead of the second
 
@@ -57,7 +58,7 @@ struct Ticket {
 
     __device__ Ticket(const Tickets& tickets, unsigned char* shared) {
         const Offset ahead = static_cast<Offset>(tickets.ahead);
-        first = find_once(shared, [&] { return take_number(tickets.counters); });
+        first = find_once(shared, [&] { return arrive(tickets.counters); });
         second = first - ahead;
         has_first = first < static_cast<Offset>(tickets.units);
         has_second = first >= ahead;
@@ -65,11 +66,12 @@ struct Ticket {
 };
 
 // After a block has written its part: if it is the last of the step's, folds the partial results of
-// all of them, as it has folded those of its threads, and has `save(position, total)` write what
-// they make.
-template <class P, class Save> __device__ inline void finish_step(
+// all of them, as it has folded those of its threads. `make(position, total, first)` makes the
+// coefficients of a channel, and if `first` saves what else there is to save: when nobody waits any
+// more.
+template <class C, class P, class Make> __device__ inline void finish_step(
     const Tickets& tickets, Offset unit, const double* partials, unsigned char* shared,
-    const Work& work, const Cut& cut, Save save
+    const Work& work, const Cut& cut, Make make
 ) {
     const Offset parts = static_cast<Offset>(cut.parts);
     unsigned* const counter = tickets.of_step(unit, cut);
@@ -85,12 +87,27 @@ template <class P, class Save> __device__ inline void finish_step(
     }
     auto& folds = *reinterpret_cast<Folds<P>*>(shared);
     reduce_block(values, folds);
-    for (Offset p = threadIdx.x; p < work.positions; p += THREADS) save(p, folds.totals[p]);
+    constexpr int number = sizeof(C) / sizeof(Accumulator);
+    struct Numbers { Accumulator of[number]; };
+    for (Offset p = threadIdx.x; p < work.positions; p += THREADS) {
+        const Numbers made = bits<Numbers>(C(make(p, folds.totals[p], false)));
+        for (int i = 0; i < number; ++i)
+            write(tickets.coefficients + (work.channel + p) * number + i, made.of[i]);
+    }
     __syncthreads();
     if (threadIdx.x == 0) arrive(counter);
+    for (Offset p = threadIdx.x; p < work.positions; p += THREADS) make(p, folds.totals[p], true);
+    static_assert(sizeof(C) <= WARPS * sizeof(P), "coefficients to come leave the totals alone");
 }
 
-// Waits until what the parts of a unit's step make is there.
-__device__ inline void wait_for_step(const Tickets& tickets, Offset unit, const Cut& cut) {
+// The coefficients of a channel of a unit, once they are there.
+template <class C> __device__ inline C wait_for_coefficients(
+    const Tickets& tickets, Offset unit, const Cut& cut, Offset channel
+) {
     wait_for(tickets.of_step(unit, cut), static_cast<unsigned>(cut.parts) + 1);
+    constexpr int number = sizeof(C) / sizeof(Accumulator);
+    struct Numbers { Accumulator of[number]; } made;
+    for (int i = 0; i < number; ++i)
+        made.of[i] = read(tickets.coefficients + channel * number + i);
+    return bits<C>(made);
 }

@@ -3,7 +3,7 @@
 #include "transform.cuh"
 
 struct NormalizeCachedArguments {
-    TransformArguments transform;  // which reads the statistics that are saved
+    TransformArguments transform;
     Tickets tickets;
 };
 
@@ -24,20 +24,18 @@ CACHED_KERNEL normalize_cached(const NormalizeCachedArguments a) {
     if (ticket.has_first) {
         const Work first(t.geometry, t.cut, ticket.first);
         take_moments(t.x, t.centered != 0, t.geometry, t.cut, first, shared, t.partials);
-        finish_step<Moments>(
+        finish_step<Coefficients, Moments>(
             a.tickets, ticket.first, t.partials, shared, first, t.cut,
-            [&](Offset p, const Moments& all) {
-                save_batch(t, first.channel + p, first.parameter + p, all, true);
+            [&](Offset p, const Moments& all, bool save) {
+                return save_batch(t, first.channel + p, first.parameter + p, all, save);
             });
     }
     if (!ticket.has_second) return;
 
     Coefficients coefficients[STATISTICS];
     distribute(coefficients, shared, second, [&](Offset p) {
-        wait_for_step(a.tickets, ticket.second, t.cut);
-        const Offset channel = second.channel + p;
-        return combine(t, second.parameter + p, read(t.mean + channel), read(t.residual + channel),
-                       read(t.inv_std + channel));
+        return wait_for_coefficients<Coefficients>(
+            a.tickets, ticket.second, t.cut, second.channel + p);
     });
     end_group_of_copies();
     wait_for_copies<0>();

@@ -319,11 +319,11 @@ MUTANTS = {
         "wait_for_copies<0>();",
         "wait_for_copies<1>();",
     ),
-    "the sums of another unit": (
+    "coefficients of another channel": (
         "test_candidate and cached",
         "backward_cached.cu",
-        "read(b.given_dy + channel)",
-        "read(b.given_dy + p)",
+        "second.channel + p);",
+        "second.channel);",
     ),
     "lost barrier before a part arrives": (
         "test_candidate and cached and 328",

@@ -26,6 +26,7 @@ from .statistics import (
 __all__ = ["backward", "input_gradient", "reduce"]
 
 PARTIAL_SUMS = 2  # float64 numbers of a part
+COEFFICIENTS = 4  # numbers of a channel in gradients.cuh
 
 # BackwardArguments in gradients.cuh, up to the geometry.
 _ARGUMENTS = struct.Struct("=6QQq6QQqQq2d2q")
@@ -126,10 +127,30 @@ def backward(
     if training and plan.resident:
         kernel = ("rows.cu", "backward_rows") if plan.rows else ("backward.cu", "backward")
         launch_cut(*kernel, plan, _arguments(dy, x, mean, dx=target, **options))
+    elif plan.ahead:
+        _stream_cached(dy, x, mean, target, geometry, plan, options)
     else:
         _stream(dy, x, mean, target, training, geometry, plan, options)
     if gradients is not None:
         add_up(gradients, dweight, dbias)
+
+
+def _stream_cached(
+    dy, x, mean, target: int, geometry: Geometry, plan: launch.LaunchPlan, options
+) -> None:
+    """Sums and, if there is a target, dx, through the second-level cache."""
+    channels, each = geometry.statistics, statistics_dtype(x.dtype).itemsize
+    partial_bytes = PARTIAL_SUMS * plan.parts * channels * 8
+    # Counters, at most one more than channels, and coefficients follow.
+    space = source.array_module().empty(
+        partial_bytes + (2 + COEFFICIENTS) * channels * each, "uint8"
+    )
+    partials = source.pointer(space)
+    launch_cached(
+        "backward_cached.cu", "backward_cached", plan,
+        _arguments(dy, x, mean, dx=target, partials=partials, **options),
+        partials + partial_bytes + 2 * channels * each, bool(target),
+    )  # fmt: skip
 
 
 def _stream(
@@ -144,13 +165,6 @@ def _stream(
     partials = source.pointer(space)
     place = partials + partial_bytes
     sums = place, place + channels * each  # of every channel, or row
-    if plan.ahead:  # counters follow: one, and one of each block row at most
-        both = _arguments(
-            dy, x, mean, dx=target, partials=partials, given=sums, sums=sums, **options
-        )
-        kernel = "backward_cached.cu", "backward_cached"
-        launch_cached(*kernel, plan, both, place + 2 * channels * each, bool(target))
-        return
     sweep = _arguments(
         dy, x, mean, dx=0 if training else target, partials=partials, sums=sums, **options
     )

@@ -144,9 +144,7 @@ class LaunchPlan(NamedTuple):
     rows: bool  # statistics are runs in which parameters change
     samples: int  # that a block takes one after another; 0 unless it takes rows in turns
     sample_blocks: int  # that all samples are; 1 unless rows are taken in turns
-    ahead: int = (
-        0  # blocks by which the first of two sweeps in one launch is ahead, if there are two
-    )
+    ahead: int = 0  # blocks that the first of two sweeps in one launch is ahead; 0: no such two
 
 
 class Launch(NamedTuple):

@@ -16,7 +16,7 @@ __all__ = ["moments", "update_running"]
 PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
 _MOMENTS = struct.Struct("=2Qq")
-_TICKETS = struct.Struct("=Q2q")
+_TICKETS = struct.Struct("=2Q2q")
 _FINISH = struct.Struct("=3Q3q")
 _UPDATE = struct.Struct("=QqQq2Q2d2q")
 
@@ -65,21 +65,19 @@ def launch_cut(file: str, name: str, plan: LaunchPlan, arguments: bytes) -> None
     )
 
 
-def counter_bytes(plan: LaunchPlan) -> int:
-    """Of the next ticket and of every group of threads whose parts arrive."""
-    return 4 * (1 + plan.blocks // plan.parts)
-
-
 def launch_cached(
-    file: str, name: str, plan: LaunchPlan, arguments: bytes, counters: int, second=True
+    file: str, name: str, plan: LaunchPlan, arguments: bytes, coefficients: int, second=True
 ) -> None:
     """Launch a kernel that takes tickets, for both sweeps or for the first alone.
 
-    At the address `counters` there is room for `counter_bytes`.
+    At the address there is room for the coefficients of every channel, and before it for a counter,
+    and one of each group of threads whose parts arrive.
     """
-    source.clear(counters, counter_bytes(plan))
+    counter_bytes = 4 * (1 + plan.blocks // plan.parts)
+    counters = coefficients - counter_bytes
+    source.clear(counters, counter_bytes)
     ahead = plan.ahead if second else 0
-    tickets = _TICKETS.pack(counters, plan.blocks, ahead or plan.blocks)
+    tickets = _TICKETS.pack(counters, coefficients, plan.blocks, ahead or plan.blocks)
     source.launch(
         file, name, plan.options, plan.blocks + ahead, plan.threads, plan.shared,
         arguments + plan.packed + tickets,

@@ -27,6 +27,8 @@ from .statistics import (
 
 __all__ = ["infer", "normalize", "transform"]
 
+COEFFICIENTS = 3  # numbers of a channel in transform.cuh
+
 # TransformArguments in transform.cuh, up to the geometry.
 _ARGUMENTS = struct.Struct("=7QQqQqQqQq4d2q")
 
@@ -91,12 +93,12 @@ def normalize(
     if not plan.resident:  # partial results follow, of every channel, or of every row
         channels = 1 if plan.rows else geometry.members
         rows += PARTIAL_MOMENTS * plan.parts * channels * (8 // dtype.itemsize)
-    counters = rows  # of a plan that takes tickets: one, and one of each block row at most
-    rows += 2 if plan.ahead else 0
+    if plan.ahead:  # then counters, at most one more than channels, and coefficients
+        rows += 2 + COEFFICIENTS
     statistics = source.array_module().empty((rows, number), dtype)
     place, row = source.pointer(statistics), number * dtype.itemsize
     arguments = _ARGUMENTS.pack(
-        source_place, target, place, place + 2 * row, place + row, place + 4 * row, place,
+        source_place, target, 0, 0, 0, place + 4 * row, place,
         *parameter(weight), *parameter(bias), *parameter(mean), *parameter(var),
         eps, scale, factor, weight_offset, centered, plan.samples,
     )  # fmt: skip
@@ -104,9 +106,8 @@ def normalize(
         in_turns = "normalize_rows.cu", "normalize_rows"
         launch_cut(*(in_turns if plan.samples else ("transform.cu", "normalize")), plan, arguments)
     elif plan.ahead:
-        launch_cached(
-            "normalize_cached.cu", "normalize_cached", plan, arguments, place + counters * row
-        )
+        coefficients = place + (rows - COEFFICIENTS) * row
+        launch_cached("normalize_cached.cu", "normalize_cached", plan, arguments, coefficients)
     else:
         partial_moments(x, place + 4 * row, plan, centered)
         launch_channels(

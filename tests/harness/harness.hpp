@@ -81,14 +81,15 @@ template <class T> void __stcs(T* place, T value) {
 }
 
 // Threads run one at a time.
-inline unsigned atomicAdd(unsigned* place, unsigned value) {
-    const unsigned before = harness::load(place);
-    harness::count_write(place, sizeof(unsigned));
-    *place += value;
+inline unsigned arrive(unsigned* counter) {
+    const unsigned before = harness::load(counter);
+    harness::count_write(counter, sizeof(unsigned));
+    ++*counter;
     return before;
 }
-inline void __threadfence() {}
-inline void __nanosleep(unsigned) { harness::sleep(); }
+inline void wait_for(const unsigned* counter, unsigned number) {
+    while (*static_cast<const volatile unsigned*>(counter) < number) harness::sleep();
+}
 
 template <int BYTES> void begin_copy(void* shared, const void* place) {
     harness::begin_copy(shared, place, BYTES);
