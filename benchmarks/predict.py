@@ -40,16 +40,16 @@ class GPU(NamedTuple):
 
 
 GPUS = [
-    GPU("A100 80 GB", Device(80, 108, 163 << 10, 164 << 10), 2.04e12),
-    GPU("H100 SXM", Device(90, 132, 227 << 10, 228 << 10), 3.35e12),
-    GPU("H200", Device(90, 132, 227 << 10, 228 << 10), 4.8e12),
-    GPU("RTX 4090", Device(89, 128, 99 << 10, 100 << 10), 1.01e12),
+    GPU("A100 80 GB", Device(80, 108, 163 << 10, 164 << 10, 40 << 20), 2.04e12),
+    GPU("H100 SXM", Device(90, 132, 227 << 10, 228 << 10, 50 << 20), 3.35e12),
+    GPU("H200", Device(90, 132, 227 << 10, 228 << 10, 60 << 20), 4.8e12),
+    GPU("RTX 4090", Device(89, 128, 99 << 10, 100 << 10, 72 << 20), 1.01e12),
 ]
 
 #: Arrays of x's size that a kernel reads and writes; the others see statistics only.
 PASSES = {
-    "moments": 1, "transform": 2, "normalize": 2, "normalize_rows": 2,
-    "reduce": 2, "input_gradient": 3, "backward": 3, "backward_rows": 3,
+    "moments": 1, "transform": 2, "normalize": 2, "normalize_cached": 2, "normalize_rows": 2,
+    "reduce": 2, "input_gradient": 3, "backward": 3, "backward_cached": 3, "backward_rows": 3,
 }  # fmt: skip
 
 #: The same of PyTorch's native operators, forward and backward.
@@ -90,6 +90,7 @@ def _caught(device: Device) -> Iterator[list[str]]:
         "array_module": lambda: np,
         "pointer": lambda _: 1 << 20,
         "device": lambda: device,
+        "clear": lambda *_: names.append("clear"),
         "launch": lambda _, name, *_rest: names.append(name),
     }
     real = {name: getattr(source, name) for name in fakes}

@@ -1,80 +1,5 @@
 // Gradients where every channel has one weight: sums over channels, and dx from these.
-#include "gradients.cuh"
-
-// Writes the sums of a channel, the second about the mean before it was rounded, and what
-// they make of the parameters' gradients; returns the sums.
-__device__ inline Sums save(
-    const BackwardArguments& a, Offset channel, Offset parameter, const Known& known, Sums total,
-    bool first
-) {
-    total.dy_xmu -= times_residual(known.residual, total.dy);
-    if (!first) return total;
-    const double dweight = total.dy_xmu * known.inv_std;
-    if (a.sum_dy != nullptr) write(a.sum_dy + channel, static_cast<Accumulator>(total.dy));
-    if (a.sum_dy_xmu != nullptr)
-        write(a.sum_dy_xmu + channel, static_cast<Accumulator>(total.dy_xmu));
-    a.dweight.set(parameter, dweight);
-    a.dbias.set(parameter, total.dy);
-    if (a.gradients != nullptr) {
-        const Offset group = static_cast<Offset>(a.geometry.group);
-        const Offset place = channel / group * group + channel;
-        write(a.gradients + place, static_cast<Accumulator>(dweight));
-        write(a.gradients + place + group, static_cast<Accumulator>(total.dy));
-    }
-    return total;
-}
-
-// Sums of the elements that a thread has seen: in the accumulator type over chunks of tiles, which
-// are added up in float64.
-class Summation {
-  public:
-    __device__ void add(
-        const Tile& tile, const Vector (&dy)[TILE], const Vector (&x)[TILE],
-        const Accumulator (&mean)[STATISTICS]
-    ) {
-        constexpr int lanes = COLUMNS ? 1 : WIDTH;
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) {
-            #pragma unroll
-            for (int i = 0; i < TILE; ++i) {
-                Accumulator of_dy = 0, of_dy_xmu = 0;
-                #pragma unroll
-                for (int l = 0; l < lanes; ++l) {
-                    if (tile.access[i].has(s + l)) {
-                        const Accumulator gradient = widen(dy[i], s + l);
-                        of_dy += gradient;
-                        of_dy_xmu += gradient * (widen(x[i], s + l) - mean[s]);
-                    }
-                }
-                chunk_dy[s] += of_dy;
-                chunk_dy_xmu[s] += of_dy_xmu;
-            }
-        }
-        if (++tiles == CHUNK) end_chunk();
-    }
-
-    // The sums, once all has been added.
-    __device__ void finish(Sums (&all)[STATISTICS]) {
-        end_chunk();
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) all[s] = sums[s];
-    }
-
-  private:
-    Sums sums[STATISTICS] = {};
-    Accumulator chunk_dy[STATISTICS] = {}, chunk_dy_xmu[STATISTICS] = {};
-    int tiles = 0;  // of the chunk
-
-    __device__ void end_chunk() {
-        tiles = 0;
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) {
-            sums[s].merge(
-                {static_cast<double>(chunk_dy[s]), static_cast<double>(chunk_dy_xmu[s])});
-            chunk_dy[s] = chunk_dy_xmu[s] = 0;
-        }
-    }
-};
+#include "sums.cuh"
 
 // dx = dy * scale.
 __device__ inline void scale_tile(
@@ -100,7 +25,6 @@ __device__ inline void scale_tile(
 KERNEL reduce(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
-    Cursor cursor(a.geometry, a.cut, work);
     Coefficients coefficients[STATISTICS] = {};
     if (a.dx != nullptr) {
         distribute(coefficients, shared, work, [&](Offset p) {
@@ -108,29 +32,9 @@ KERNEL reduce(const BackwardArguments a) {
         });
         if (GROUP == THREADS) __syncthreads();
     }
-    Accumulator mean[STATISTICS];
-    read_means(a, work, mean);
-    Summation summation;
-    Tile tile(cursor);
-    Vector dy[TILE], x[TILE], ahead_dy[TILE], ahead_x[TILE];
-    tile.load<false>(a.dy, dy);
-    tile.load<false>(a.x, x);
-    for (long long n = 1; n <= a.cut.tiles; ++n) {
-        const Tile next(cursor);  // after the last one of nothing
-        next.load<false>(a.dy, ahead_dy);
-        next.load<false>(a.x, ahead_x);
-        summation.add(tile, dy, x, mean);
+    take_sums(a, work, shared, [&](const Tile& tile, const Vector (&dy)[TILE]) {
         if (a.dx != nullptr) scale_tile(a, tile, dy, coefficients);
-        tile = next;
-        #pragma unroll
-        for (int i = 0; i < TILE; ++i) {
-            dy[i] = ahead_dy[i];
-            x[i] = ahead_x[i];
-        }
-    }
-    Sums values[STATISTICS];
-    summation.finish(values);
-    write_parts(values, shared, a.partials, work, a.cut);
+    });
 }
 
 // The sums of every channel, and what they make of the parameters' gradients, from the parts:

@@ -20,8 +20,11 @@ struct Work {
     Offset part;
     Offset base;       // offset of its first element
 
-    __device__ Work(const Geometry& g, const Cut& cut, bool reversed) {
-        const Offset unit = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    __device__ Work(const Geometry& g, const Cut& cut, bool reversed)
+        : Work(g, cut, static_cast<Offset>(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x)) {}
+
+    // Units are numbered by part, then by who has them: as blocks are.
+    __device__ Work(const Geometry& g, const Cut& cut, Offset unit) {
         const Offset parts = static_cast<Offset>(cut.parts);
         const Offset pieces = static_cast<Offset>(cut.pieces);
         const Offset group = static_cast<Offset>(g.group);

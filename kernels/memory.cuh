@@ -47,6 +47,26 @@ template <int PENDING> __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
+
+// Adds one to a counter that blocks share; what it was before. Who has counted later, or waited for
+// that, reads what all who counted before had written; and so do the threads that meet this one at
+// a barrier before, for what they have written, and after, for what they read.
+__device__ inline unsigned arrive(unsigned* counter) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// Waits until a counter has a number.
+__device__ inline void wait_for(const unsigned* counter, unsigned number) {
+    for (;;) {
+        unsigned now;
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        if (now >= number) return;
+        __nanosleep(20);
+    }
+}
 #endif
 
 template <int BYTES> struct Word;

@@ -186,3 +186,21 @@ class Accumulation {
         }
     }
 };
+
+// Takes the moments of a group's part of its channels, reading x once.
+__device__ inline void take_moments(
+    const Element* x, const Geometry& g, const Cut& cut, const Work& work,
+    unsigned char* shared, double* partials
+) {
+    Cursor cursor(g, cut, work);
+    Accumulation accumulation;
+    for (long long n = 0; n < cut.tiles; ++n) {
+        const Tile tile(cursor);
+        Vector values[TILE];
+        tile.load<false>(x, values);
+        accumulation.add(tile, values);
+    }
+    Moments moments[STATISTICS];
+    accumulation.finish(moments);
+    write_parts(moments, shared, partials, work, cut);
+}

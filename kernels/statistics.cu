@@ -15,23 +15,7 @@ struct MomentsArguments {
 KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
-    Cursor cursor(a.geometry, a.cut, work);
-    Accumulation accumulation;
-    Tile tile(cursor);
-    Vector x[TILE], ahead[TILE];
-    tile.load<false>(a.x, x);
-    for (long long n = 1; n < a.cut.tiles; ++n) {
-        const Tile next(cursor);
-        next.load<false>(a.x, ahead);
-        accumulation.add(tile, x);
-        tile = next;
-        #pragma unroll
-        for (int i = 0; i < TILE; ++i) x[i] = ahead[i];
-    }
-    accumulation.add(tile, x);
-    Moments values[STATISTICS];
-    accumulation.finish(values);
-    write_parts(values, shared, a.partials, work, a.cut);
+    take_moments(a.x, a.geometry, a.cut, work, shared, a.partials);
 }
 
 struct FinishMomentsArguments {

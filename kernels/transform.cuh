@@ -19,7 +19,7 @@ struct TransformArguments {
     Element* y;
     // Given ones, each of which may be absent, unless running ones are used.
     const Accumulator *mean, *residual, *inv_std;
-    const double* partials;  // moments of `parts` parts
+    double* partials;        // moments of `parts` parts
     // What was used, if it was not given: rows mean, inv_std, residual (what rounding took
     // from the mean) and variance.
     Accumulator* statistics;

@@ -34,8 +34,8 @@ ARCHITECTURES = (75, 80, 90, 100, 120)
 DTYPES = [np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 
 _PLAIN = Alignment(16, 0)
-_LARGE = Device(90, 132, 227 << 10, 228 << 10)  # H200
-_SMALL = Device(75, 40, 64 << 10, 64 << 10)  # T4
+_LARGE = Device(90, 132, 227 << 10, 228 << 10, 60 << 20)  # H200
+_SMALL = Device(75, 40, 64 << 10, 64 << 10, 4 << 20)  # T4
 
 
 def channels(outer, group, inner):
@@ -57,6 +57,12 @@ LAYOUTS = {
     "columns, stream": (channels(200704, 256, 1), _PLAIN),
     "columns, narrow": (channels(5000, 1001, 1), _PLAIN),
     "columns, merged": (group_norm_geometry((64, 784, 256), 2, 32), _PLAIN),
+    "cached": (channels(4, 128, 1 << 20), _PLAIN),
+    "cached, narrow": (channels(24576, 64, 49), _PLAIN),
+    "cached, unaligned": (channels(128, 128, 12321), _PLAIN),
+    "cached, 64-bit": (channels(16, 512, 1 << 18), _PLAIN),
+    "cached, columns": (channels(50176, 512, 1), _PLAIN),
+    "cached, narrow columns": (channels(50176, 513, 1), _PLAIN),
     "rows, part of a warp": (row_norm_geometry((131072, 128), 1), _PLAIN),
     "rows, block": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, cluster": (row_norm_geometry((64, 81920), 1), _PLAIN),
@@ -192,8 +198,8 @@ def accesses(code):
 
 #: By operands.
 FILES = {
-    1: ("statistics.cu", "transform.cu", "normalize_rows.cu"),
-    2: ("backward.cu", "rows.cu"),
+    1: ("statistics.cu", "transform.cu", "normalize_cached.cu", "normalize_rows.cu"),
+    2: ("backward.cu", "backward_cached.cu", "rows.cu"),
     3: ("double_backward.cu", "double_rows.cu"),
 }
 
@@ -209,17 +215,19 @@ def files_of(layout, operands):
     if operands == 3 and layout not in DOUBLE:
         return []
     if layout in ("rows, stream", "rows, alone"):
-        return FILES[operands]
-    rows = layout.startswith("rows")
-    return [file for file in FILES[operands] if file.endswith("rows.cu") == rows]
+        return [file for file in FILES[operands] if not file.endswith("_cached.cu")]
+    kind = layout.partition(",")[0]
+    if kind in ("rows", "cached"):
+        return [file for file in FILES[operands] if file.endswith(f"{kind}.cu")]
+    return [file for file in FILES[operands] if not file.endswith(("rows.cu", "cached.cu"))]
 
 
 def main():
     """Markdown: registers of every kernel for an architecture (90 if none is given)."""
     architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    names = ("moments", "transform", "normalize", "normalize_rows", "reduce", "input_gradient",
-             "backward", "backward_rows", "double_reduce", "double_transform", "double_backward",
-             "double_backward_rows")  # fmt: skip
+    names = ("moments", "transform", "normalize", "normalize_cached", "normalize_rows", "reduce",
+             "input_gradient", "backward", "backward_cached", "backward_rows", "double_reduce",
+             "double_transform", "double_backward", "double_backward_rows")  # fmt: skip
     print(f"sm_{architecture}, NVRTC 13: registers for float16, bfloat16, float32, float64\n")
     print(f"| layout, plan | {' | '.join(names)} |\n{'|---' * (1 + len(names))}|")
     spills = 0

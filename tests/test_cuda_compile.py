@@ -20,6 +20,8 @@ MAIN = [
     "runs, block",
     "runs, unaligned",
     "columns, block",
+    "cached",
+    "cached, columns",
     "rows, part of a warp",
     "rows, block",
     "rows, stream",
@@ -82,7 +84,7 @@ def test_no_warnings_and_no_spills(architecture, dtype):
         names |= set(made.kernels)
     made = compile_sums(architecture, dtype)
     check(made, "sums", dtype, "add_up.cu")
-    assert len(names | set(made.kernels)) == 19
+    assert len(names | set(made.kernels)) == 21
 
 
 @pytest.mark.parametrize("architecture", [75, 90])
@@ -110,7 +112,7 @@ def test_older_compiler(architecture, dtype):
 @each([80, 90], nvrtc.DTYPES[:3], {(80, "bfloat16"), (90, "float16"), (90, "float32")})
 @pytest.mark.parametrize(
     "layout",
-    ["runs, block", "runs, stream", "columns, block", "runs, unaligned", "rows, block",
+    ["runs, block", "runs, stream", "columns, block", "runs, unaligned", "cached", "rows, block",
      "rows, spans"],
 )  # fmt: skip
 def test_machine_code(layout, architecture, dtype):
@@ -128,7 +130,8 @@ def test_machine_code(layout, architecture, dtype):
             assert not {"LDL", "STL"} & set(counts), what
             if name.startswith("finish") or name == "share_sums":
                 continue
-            inputs = 3 if double else 2 if file in ("backward.cu", "rows.cu") else 1
+            of_gradients = ("backward.cu", "backward_cached.cu", "rows.cu")
+            inputs = 3 if double else 2 if file in of_gradients else 1
             read = counts.get(f"LDG.{bits}", 0) + counts.get(f"LDGSTS.{bits}", 0)
             assert read >= tile * inputs, what
             if name != "moments":

@@ -62,6 +62,9 @@ def force(monkeypatch, backend):
         monkeypatch.setattr(launch, "_MOST_THREADS_ALONE", 64)
         monkeypatch.setattr(launch, "_STREAM_THREADS", 64)
         monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)  # however few the blocks
+        # Two steps behind, in the cache of any device.
+        monkeypatch.setattr(launch, "_lag", lambda *_: 2)
+        monkeypatch.setattr(launch, "_CACHED_PART_BYTES", 8 << 10)
         if wide:
             monkeypatch.setattr(launch, "_WIDE_FROM", 0)
         forget_plans()
@@ -85,12 +88,25 @@ def plans(monkeypatch):
     return made
 
 
+#: As many statistics as it takes to be ahead; without parts, of one tile and of several.
+CACHED = [
+    ((2, 7, 5, 5), 1),
+    ((11, 5, 12, 12), 1),
+    ((3, 6, 1030), 1),
+    ((2, 9, 36, 72), 1),
+    ((60, 330), 1),
+    ((20, 328), -1),
+    ((140, 328), -1),
+    ((401, 165), -1),
+]
+
 CASES = [
     ("warp", [RUNS[0], ((4, 6, 9, 3), 1), ((2, 9, 33), 1), ((1, 5, 8), 1)]),
     ("block", RUNS + COLUMNS),
     ("cluster", RUNS + COLUMNS),
     ("whole_block", [RUNS[5], COLUMNS[3]]),
     ("whole_cluster", [RUNS[5], COLUMNS[2]]),
+    ("cached", CACHED),
     ("stream", RUNS + COLUMNS),
 ]
 
@@ -152,8 +168,8 @@ def test_as_many_threads_as_a_block_has(rng, force, monkeypatch):
     assert any(plan.threads == 512 for plan in made)
 
 
-@pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
-@pytest.mark.parametrize(("shape", "axis"), [((7, 6, 9, 3), 1), ((60, 40), -1)], ids=str)
+@pytest.mark.parametrize("name", ["warp", "block", "cluster", "cached", "stream"])
+@pytest.mark.parametrize(("shape", "axis"), [((7, 6, 9, 3), 1), ((60, 160), -1)], ids=str)
 def test_wide_offsets(rng, force, monkeypatch, name, shape, axis):
     """Kernels with 64-bit offsets, which arrays of 2^31 elements need."""
     if name == "warp" and axis == -1:
@@ -164,7 +180,7 @@ def test_wide_offsets(rng, force, monkeypatch, name, shape, axis):
     assert all("-DWIDE=1" in plan.options for plan in made)
 
 
-@pytest.mark.parametrize("name", ["block", "cluster", "stream"])
+@pytest.mark.parametrize("name", ["block", "cluster", "cached", "stream"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("inner", [600, 601, 607])
 @pytest.mark.parametrize("shift", [0, 1, 3])
@@ -172,8 +188,8 @@ def test_unaligned_arrays(rng, force, monkeypatch, name, dtype, inner, shift):
     """Arrays that begin anywhere: nothing before or after them is read or written."""
     force(name)
     made = plans(monkeypatch)
-    shape = (3, 2, inner)
-    size = 3 * 2 * inner
+    shape = (3, 5 if name == "cached" else 2, inner)
+    size = shape[0] * shape[1] * inner
 
     def placed(values):
         memory = np.full(size + 16, 99, dtype)
@@ -197,11 +213,11 @@ def test_unaligned_arrays(rng, force, monkeypatch, name, dtype, inner, shift):
         assert any("-DALIGNED=0" in plan.options for plan in made)
 
 
-@pytest.mark.parametrize("name", ["warp", "block", "cluster", "stream"])
+@pytest.mark.parametrize("name", ["warp", "block", "cluster", "cached", "stream"])
 @pytest.mark.parametrize("shape", [(6, 9, 5), (40, 2, 120), (70, 33, 1)], ids=str)
 def test_running_statistics_of_every_type(rng, force, name, shape):
-    if name == "warp" and shape != (6, 9, 5):
-        pytest.skip("warps take short runs alone")
+    if name in ("warp", "cached") and shape != (6, 9, 5):
+        pytest.skip("warps take short runs alone, two launches few statistics")
     force(name)
     number = shape[1]
     for dtype, running_dtype in [
@@ -234,7 +250,9 @@ def test_running_statistics_of_every_type(rng, force, name, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize(("name", "cases"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize(
+    ("name", "cases"), [pytest.param(*case, id=case[0]) for case in CASES if case[0] != "cached"]
+)
 def test_double_backward_by_candidate(rng, force, monkeypatch, name, cases, dtype):
     force(name)
     # three inputs are too much for some
@@ -367,6 +385,7 @@ NORMS = [
     ("cluster", ROWS + MERGED + CHANNELS),
     ("whole_block", [ROWS[0], ROWS[4], MERGED[1]]),
     ("whole_cluster", [ROWS[1], ROWS[3], MERGED[2]]),
+    ("cached", [*CHANNELS[:2], (instance(-1), (5, 60, 10))]),
     ("stream", [*ROWS, *MERGED, *CHANNELS, (group(4, 2), (3, 5, 12, 6))]),
 ]
 
@@ -561,10 +580,12 @@ def test_every_kernel_is_executed(rng, on_backend, force):
         names |= set(re.findall(r"\b(\w+)\(\s*const \w+ a\s*\) \{", path.read_text()))
     before = Counter(on_backend.launched)
     x, dy = rng.standard_normal((2, 3, 8, 40)).astype(np.float32)
-    for name in ("block", "stream"):
+    for name in ("cached", "block", "stream"):
         force(name)
         _, saved = cunorm.batch_norm_forward(x)
         cunorm.batch_norm_backward(dy, x, saved)
+        if name == "cached":
+            continue
         cunorm.batch_norm_double_backward(dy, None, None, dy, x, saved)
         _, saved = cunorm.layer_norm_forward(x)
         cunorm.layer_norm_backward(dy, x, saved)
@@ -576,4 +597,4 @@ def test_every_kernel_is_executed(rng, on_backend, force):
         np.zeros(8, np.float32), None, moments.mean, moments.m2, moments.count
     )
     assert set(on_backend.launched - before) == names
-    assert len(names) == 19
+    assert len(names) == 21

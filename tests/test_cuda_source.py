@@ -43,6 +43,7 @@ class Driver(types.ModuleType):
             "multiProcessorCount": 132,
             "sharedMemPerBlockOptin": 232448,
             "sharedMemPerMultiprocessor": 233472,
+            "l2CacheSize": 60 << 20,
         }
         runtime.CUDARuntimeError = CudaRuntimeError
         self.cuda = types.ModuleType("cupy.cuda")
@@ -98,8 +99,16 @@ def test_compiled_once_for_each_device_and_specialization(driver):
     assert (arguments.tobytes(), arguments.size) == (b"12345678", 1)
 
 
+def test_zeros_on_the_current_stream(driver):
+    cleared = []
+    driver.cuda.runtime.memsetAsync = lambda *arguments: cleared.append(arguments)
+    driver.cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=17)
+    source.clear(4096, 12)
+    assert cleared == [(4096, 0, 12, 17)]
+
+
 def test_device_properties(driver):
-    assert source.device() == (90, 132, 232448, 233472)
+    assert source.device() == (90, 132, 232448, 233472, 60 << 20)
     driver.current = 1
     assert source.device().compute_capability == 100
 
@@ -318,6 +327,7 @@ def test_real_cupy():
     for name in ("kernel", "max_dynamic_shared_size_bytes"):
         assert hasattr(cupy.RawKernel, name)
     assert cupy.cuda.compiler.CompileException
+    assert cupy.cuda.runtime.memsetAsync
     assert cupy.cuda.function.CNumpyArray(np.zeros(1, "V8")).ptr  # arguments by value
     if not cupy.is_available():
         assert not cunorm.is_available("cuda")

@@ -91,9 +91,10 @@ def test_layer(cupy, rng):
     np.testing.assert_array_equal(other.weight.get(), state["weight"])
 
 
-def test_two_streams(cupy, rng):
-    """Calls on different streams share nothing."""
-    arrays = [cupy.asarray(rng.standard_normal((8, 3, 40_000)), np.float32) for _ in range(2)]
+@pytest.mark.parametrize("shape", [(8, 3, 40_000), (8, 24, 120_000)], ids=str)
+def test_two_streams(cupy, rng, shape):
+    """Calls on different streams share nothing, nor do blocks that wait keep the others out."""
+    arrays = [cupy.asarray(rng.standard_normal(shape), np.float32) for _ in range(2)]
     expected = [cunorm.batch_norm_forward(x)[0] for x in arrays]
     cupy.cuda.runtime.deviceSynchronize()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in arrays]
@@ -107,7 +108,9 @@ def test_two_streams(cupy, rng):
             cupy.testing.assert_array_equal(y, want)
 
 
-@pytest.mark.parametrize("shape", [(8, 16, 4, 4), (32, 64, 28, 28), (8, 2, 500_000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 16, 4, 4), (32, 64, 28, 28), (8, 2, 500_000), (8, 24, 120_000)], ids=str
+)
 def test_graph(cupy, rng, shape):
     """A training step is captured once its kernels are warm, and replayed."""
     x, dy = (cupy.asarray(rng.standard_normal(shape), np.float32) for _ in range(2))
@@ -184,7 +187,9 @@ def test_repeatable_on_a_gpu(cupy, rng):
         ((8, 16, 4, 4), 1),
         ((64, 256, 28, 28), 1),
         ((8, 2, 500_000), 1),
+        ((8, 24, 120_000), 1),
         ((20_000, 70), -1),
+        ((60_000, 256), -1),
         ((64, 56, 56, 64), -1),
     ]:
         x, dy = (cupy.asarray(rng.standard_normal(shape), np.float32) for _ in range(2))

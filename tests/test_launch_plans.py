@@ -16,10 +16,10 @@ from cunorm.geometry import (
     row_norm_geometry,
 )
 
-H200 = Device(90, 132, 227 << 10, 228 << 10)
-A100 = Device(80, 108, 163 << 10, 164 << 10)
-T4 = Device(75, 40, 64 << 10, 64 << 10)
-RTX4090 = Device(89, 128, 99 << 10, 100 << 10)
+H200 = Device(90, 132, 227 << 10, 228 << 10, 60 << 20)
+A100 = Device(80, 108, 163 << 10, 164 << 10, 40 << 20)
+T4 = Device(75, 40, 64 << 10, 64 << 10, 4 << 20)
+RTX4090 = Device(89, 128, 99 << 10, 100 << 10, 72 << 20)
 DEVICES = [H200, A100, T4, RTX4090]
 WHOLE = Alignment(16, 0)
 DTYPES = [np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
@@ -80,6 +80,14 @@ def check(plan, geometry, dtype, operands, device):
         assert cut["windows"] * o["WIDTH"] >= cut["inner"] + slack
     assert cut["batch"] * cut["group"] // cut["members"] == geometry.statistics
     assert cut["outer"] * cut["inner"] * cut["members"] == geometry.count
+    if plan.ahead:  # by whole statistics, and not by so many that the cache could have all
+        assert cut["members"] == 1
+        assert plan.blocks == cut["batch"] * groups * cut["parts"]
+        assert plan.ahead % cut["parts"] == 0
+        assert 2 * plan.ahead < plan.blocks
+        width = o["ACROSS"] * o["WIDTH"] * dtype.itemsize * operands
+        assert plan.ahead // cut["parts"] * accesses * width < 0.3 * device.cache
+        assert cut["parts"] <= 512
     assert plan.rows == (cut["span"] > 0) == (o["SPANS"] > 0)
     if o["SPANS"] == 1:  # an access has one parameter
         assert o["ALIGNED"]
@@ -145,6 +153,9 @@ def names(shape, dtype, device, axis=1, operands=1):
         ((64, 256, 56, 56), 1, np.float32, "cluster", "whole_cluster"),
         ((16, 64, 112, 112), 1, np.float32, "cluster", "whole_cluster"),
         ((8, 2, 1024, 1024), 1, np.float32, "stream", "stream"),
+        ((4, 128, 1024, 1024), 1, np.float16, "cached", "cached"),
+        ((16, 64, 512, 512), 1, np.float32, "cached", "stream"),
+        ((64, 28, 28, 512), -1, np.float16, "cached", "cached"),
         ((64, 14, 14, 1024), -1, np.float32, "cluster", "whole_cluster"),
         ((64, 56, 56, 256), -1, np.float16, "stream", "stream"),
         ((128, 1024), -1, np.float32, "block", "block"),
@@ -175,6 +186,7 @@ def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
         (group_norm_geometry((128, 28, 28, 256), 3, 32), np.float32, "block", "cluster"),
         (group_norm_geometry((256, 56, 56, 512), 3, 32), np.float16, "cluster", "cluster"),
         (group_norm_geometry((32, 64, 128, 128), 1, 64), np.float32, "block", "block"),
+        (group_norm_geometry((4, 64, 2048, 2048), 1, 64), np.float16, "cached", "cached"),
         (group_norm_geometry((8, 16, 64, 16), 2, 8), np.float32, "stream", "stream"),
     ],
     ids=str,
@@ -255,6 +267,20 @@ def test_clusters_are_as_many_as_run_at_a_time(rows, length, operands):
     assert made.samples * waves < -(-rows // at_once) + 2 * waves
 
 
+@pytest.mark.parametrize(
+    ("device", "megabytes", "operands", "lag"),
+    [(H200, 8, 1, 2), (H200, 8, 2, 1), (H200, 3, 1, 5), (A100, 2, 1, 5), (RTX4090, 2, 2, 4)],
+    ids=str,
+)  # fmt: skip
+def test_two_sweeps_share_a_launch(device, megabytes, operands, lag):
+    """A quarter of the second-level cache apart, in blocks of 32 KiB."""
+    geometry = channels(4, 128, megabytes << 17)
+    made = launch.candidates(geometry, DTYPES[0], operands, WHOLE, device)["cached"]
+    assert made.ahead == lag * made.parts
+    assert made.parts == megabytes * operands << 5
+    assert options(made)["THREADS"] == 256
+
+
 def test_without_clusters():
     for device in (A100, T4, RTX4090):
         made = launch.candidates(channels(64, 256, 784), DTYPES[2], 1, WHOLE, device)
@@ -269,6 +295,15 @@ def test_each_refusal_says_why():
     assert re.fullmatch(r"needs \d+ bytes of shared memory a block; \d+ are to be had",
                         made["block"])  # fmt: skip
     assert made["cluster"].startswith("clusters of 8: needs")
+    assert made["cached"] == "33554432 bytes of statistics side by side: too much for the cache"
+    little = launch.candidates(channels(8, 4, 1 << 18), DTYPES[2], 1, WHOLE, H200)
+    assert little["cached"].startswith("little enough for the cache to have most of it")
+    rows = launch.candidates(row_norm_geometry((64, 1 << 22), 1), DTYPES[2], 1, WHOLE, H200)
+    assert rows["cached"] == "parameters change within a statistic"
+    old = launch.candidates(channels(4, 128, 1 << 17), DTYPES[0], 1, WHOLE, T4)
+    assert old["cached"] == "copies that go on by themselves need compute capability 8.0"
+    double = launch.candidates(channels(4, 128, 1 << 20), DTYPES[0], 3, WHOLE, H200)
+    assert double["cached"] == "double backward passes take two launches"
     few = launch.candidates(channels(32, 4, 784), DTYPES[2], 1, WHOLE, A100)
     assert few["whole_block"] == "4 blocks would leave most of the 108 multiprocessors idle"
     side = launch.candidates(channels(64, 4, 1), DTYPES[2], 1, WHOLE, A100)

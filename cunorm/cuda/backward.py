@@ -2,7 +2,8 @@
 
 `reduce` sums dy and dy * (x - mean) over every channel, `input_gradient` takes it from
 there; between the two a synchronized norm adds up its ranks. `backward` does both: in one
-sweep where the plan is resident, or where the statistics are given, else in two.
+sweep where the plan is resident, or where the statistics are given, else in two, which may
+share a launch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ import struct
 from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import launch, source
-from .statistics import address, aligned, dense, launch_channels, launch_cut, parameter
+from .statistics import (
+    address,
+    aligned,
+    dense,
+    launch_cached,
+    launch_channels,
+    launch_cut,
+    parameter,
+)
 
 __all__ = ["backward", "input_gradient", "reduce"]
 
 PARTIAL_SUMS = 2  # float64 numbers of a part
+COEFFICIENTS = 4  # numbers of a channel in gradients.cuh
 
 # BackwardArguments in gradients.cuh, up to the geometry.
 _ARGUMENTS = struct.Struct("=6QQq6QQqQq2dq")
@@ -116,10 +126,30 @@ def backward(
     if training and plan.resident:
         kernel = ("rows.cu", "backward_rows") if plan.rows else ("backward.cu", "backward")
         launch_cut(*kernel, plan, _arguments(dy, x, mean, dx=target, **options))
+    elif plan.ahead:
+        _stream_cached(dy, x, mean, target, geometry, plan, options)
     else:
         _stream(dy, x, mean, target, training, geometry, plan, options)
     if gradients is not None:
         add_up(gradients, dweight, dbias)
+
+
+def _stream_cached(
+    dy, x, mean, target: int, geometry: Geometry, plan: launch.LaunchPlan, options
+) -> None:
+    """Sums and, if there is a target, dx, through the second-level cache."""
+    channels, each = geometry.statistics, statistics_dtype(x.dtype).itemsize
+    partial_bytes = PARTIAL_SUMS * plan.parts * channels * 8
+    # Counters, at most one more than channels, and coefficients follow.
+    space = source.array_module().empty(
+        partial_bytes + (2 + COEFFICIENTS) * channels * each, "uint8"
+    )
+    partials = source.pointer(space)
+    launch_cached(
+        "backward_cached.cu", "backward_cached", plan,
+        _arguments(dy, x, mean, dx=target, partials=partials, **options),
+        partials + partial_bytes + 2 * channels * each, bool(target),
+    )  # fmt: skip
 
 
 def _stream(

@@ -8,7 +8,9 @@ are runs in which parameters change: neighbouring channels that share a statisti
 A plan is *resident* if a group, or the blocks of a cluster together, hold all elements
 of their statistics at once, so that memory is read once; otherwise it *streams*: parts
 of a channel go to blocks of their own, once for the statistics, once more, in reverse,
-for the transform. The candidates are tried in the order of `CANDIDATES`; one that does
+for the transform. Between the two is the *cached* one: the same blocks, in one launch in which
+the transform follows the statistics so closely that the second-level cache has what it reads.
+The candidates are tried in the order of `CANDIDATES`; one that does
 not fit says why.
 """
 
@@ -69,6 +71,16 @@ _BLOCKS_PER_MULTIPROCESSOR = 8
 _COLUMN_BLOCKS = 2  # which fold many statistics each
 _MOST_PARTS = 512
 
+# Two sweeps in one launch: the second is so many bytes behind the first, of all inputs together,
+# as make these percents of the second-level cache (16 of the 60 MB of an H200). Less, and it waits
+# for statistics; more, and what it reads has left the cache, into which the output comes too.
+_WINDOW_PERCENT = 27
+# What a block takes in either sweep: small, for blocks to be done in the order of their tickets,
+# and for four to have room for it in a multiprocessor's shared memory.
+_CACHED_PART_BYTES = 32 << 10
+# A block's word of shared memory, after the header.
+_TICKET_BYTES = 16
+
 # The gradients of a row's parameters are sums over samples: chains of 256 of them at most, as
 # in all sums.
 _MOST_SAMPLES = 256
@@ -115,6 +127,7 @@ class Device(NamedTuple):
     multiprocessors: int
     shared_per_block: int  # bytes that a block can have at most
     shared_per_multiprocessor: int
+    cache: int  # bytes of the second-level cache
 
 
 class Alignment(NamedTuple):
@@ -138,6 +151,7 @@ class LaunchPlan(NamedTuple):
     rows: bool  # statistics are runs in which parameters change
     samples: int  # that a block takes one after another; 0 unless it takes rows in turns
     sample_blocks: int  # that all samples are; 1 unless rows are taken in turns
+    ahead: int = 0  # blocks that the first of two sweeps in one launch is ahead; 0: no such two
 
 
 class Launch(NamedTuple):
@@ -528,15 +542,62 @@ def _apart(p: _Problem) -> _Problem:
     return p._replace(geometry=channels, span=0, access=_Access(width, True, p.span // width, 0))
 
 
+def _streaming(p: _Problem) -> tuple[int, int, int]:
+    """Threads of a block that streams, those along a row, accesses (columns: rows) of a tile."""
+    across = _across(p, _ROW_BYTES, False)
+    threads = _power_of_two(_ceil_div(_accesses(p) * across, _tile(p)))
+    threads = max(_LEAST_THREADS, min(_STREAM_THREADS, threads))
+    return threads, across, threads // across * _tile(p)
+
+
+def _steps(p: _Problem, across: int) -> int:
+    """Groups of threads that have all statistics of a geometry, but for parts."""
+    positions = across * p.access.width if p.geometry.inner == 1 else 1
+    return p.geometry.batch * _ceil_div(p.geometry.group, positions)
+
+
+def _lag(p: _Problem, step_bytes: int) -> int:
+    """Steps by which a second sweep in the same launch is behind; 0 if one is too much."""
+    return p.device.cache * _WINDOW_PERCENT // 100 // step_bytes
+
+
+def _cached(p: _Problem) -> LaunchPlan | str:
+    """Several blocks for a channel, whose part the cache has when it is read again."""
+    if p.operands == 3:
+        return "double backward passes take two launches"
+    if p.span > 0 or p.geometry.members > 1:
+        return "parameters change within a statistic"
+    if p.device.compute_capability < 80:
+        return "copies that go on by themselves need compute capability 8.0"
+    if p.geometry.inner == 1:  # more sums of columns than four fill a thread's registers
+        p = p._replace(access=p.access._replace(width=min(p.access.width, 4)))
+    threads, across, a_tile = _streaming(p)
+    number = _accesses(p)
+    row_bytes = across * p.access.width * p.itemsize * p.operands
+    step_bytes = number * row_bytes
+    lag, steps = _lag(p, step_bytes), _steps(p, across)
+    if lag == 0:
+        return f"{step_bytes} bytes of statistics side by side: too much for the cache"
+    if steps <= 2 * lag:
+        return "little enough for the cache to have most of it between two launches"
+    tiles = max(1, _CACHED_PART_BYTES // (a_tile * row_bytes))
+    parts = min(_MOST_PARTS, _ceil_div(number, tiles * a_tile))
+    share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
+    parts = _ceil_div(number, share)
+    built = _built(
+        p, "cached", resident=False, threads=threads, group=threads, across=across,
+        share=min(share, number), parts=parts, cluster=1,
+    )  # fmt: skip
+    held = _TICKET_BYTES + _ceil_div(share, a_tile) * a_tile * row_bytes
+    return built._replace(shared=built.shared + held, ahead=lag * parts)
+
+
 def _stream(p: _Problem) -> LaunchPlan | str:
     """Several blocks for a channel, each of which takes a part of it."""
     if _gradients(p) and p.span >= _LONG_SPAN:
         p = _apart(p)
-    across = _across(p, _ROW_BYTES, False)
+    threads, across, a_tile = _streaming(p)
     number = _accesses(p)
-    threads = _power_of_two(_ceil_div(number * across, _tile(p)))
-    threads = max(_LEAST_THREADS, min(_STREAM_THREADS, threads))
-    a_tile = threads // across * _tile(p)
     # Whole tiles, except for the last part.
     if _gradients(p):  # one, of whose elements a block has room for gradients
         share = a_tile // _unit(p) * _unit(p)
@@ -544,10 +605,8 @@ def _stream(p: _Problem) -> LaunchPlan | str:
         parts = min(_MOST_PARTS, _ceil_div(number, _ROW_PART_TILES * a_tile))
         share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     else:
-        positions = across * p.access.width if p.geometry.inner == 1 else 1
-        groups = p.geometry.batch * _ceil_div(p.geometry.group, positions)
         each = _COLUMN_BLOCKS if p.geometry.inner == 1 else _BLOCKS_PER_MULTIPROCESSOR
-        wanted = _ceil_div(each * p.device.multiprocessors, groups)
+        wanted = _ceil_div(each * p.device.multiprocessors, _steps(p, across))
         parts = max(1, min(wanted, _MOST_PARTS, _ceil_div(number, a_tile)))
         share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     return _built(
@@ -591,6 +650,7 @@ CANDIDATES: tuple[_Candidate, ...] = (
     _cluster,
     _whole_block,
     _whole_cluster,
+    _cached,
     _stream,
 )
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import LEAST_CAPABILITY
 from .launch import Device
 
-__all__ = ["array_module", "device", "launch", "pointer"]
+__all__ = ["array_module", "clear", "device", "launch", "pointer"]
 
 
 @cache
@@ -72,8 +72,15 @@ def device() -> Device:
             multiprocessors=properties["multiProcessorCount"],
             shared_per_block=properties["sharedMemPerBlockOptin"],
             shared_per_multiprocessor=properties["sharedMemPerMultiprocessor"],
+            cache=properties["l2CacheSize"],
         )
     return found
+
+
+def clear(place: int, size: int) -> None:
+    """Fill bytes at an address with zeros, on the current stream."""
+    cuda = array_module().cuda
+    cuda.runtime.memsetAsync(place, 0, size, cuda.get_current_stream().ptr)
 
 
 def launch(

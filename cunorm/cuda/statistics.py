@@ -16,6 +16,7 @@ __all__ = ["moments", "update_running"]
 PARTIAL_MOMENTS = 3  # float64 numbers of a part
 
 _MOMENTS = struct.Struct("=2Q")
+_TICKETS = struct.Struct("=2Q2q")
 _FINISH = struct.Struct("=3Q3q")
 _UPDATE = struct.Struct("=QqQq2Q2d2q")
 
@@ -62,6 +63,25 @@ def launch_cut(file: str, name: str, plan: LaunchPlan, arguments: bytes) -> None
     source.launch(
         file, name, plan.options, plan.blocks, plan.threads, plan.shared, arguments + plan.packed
     )
+
+
+def launch_cached(
+    file: str, name: str, plan: LaunchPlan, arguments: bytes, coefficients: int, second=True
+) -> None:
+    """Launch a kernel that takes tickets, for both sweeps or for the first alone.
+
+    At the address there is room for the coefficients of every channel, and before it for a counter,
+    and one of each group of threads whose parts arrive.
+    """
+    counter_bytes = 4 * (1 + plan.blocks // plan.parts)
+    counters = coefficients - counter_bytes
+    source.clear(counters, counter_bytes)
+    ahead = plan.ahead if second else 0
+    tickets = _TICKETS.pack(counters, coefficients, plan.blocks, ahead or plan.blocks)
+    source.launch(
+        file, name, plan.options, plan.blocks + ahead, plan.threads, plan.shared,
+        arguments + plan.packed + tickets,
+    )  # fmt: skip
 
 
 def launch_channels(file: str, name: str, plan: LaunchPlan, each: int, number: int, arguments):

@@ -1,7 +1,7 @@
 """y = (x - mean) * inv_std * weight + bias.
 
 `transform` applies given statistics, `infer` running ones. `normalize` takes them from
-the data: in one sweep where the plan is resident, else in two.
+the data: in one sweep where the plan is resident, else in two, which may share a launch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .statistics import (
     address,
     aligned,
     dense,
+    launch_cached,
     launch_channels,
     launch_cut,
     parameter,
@@ -25,6 +26,8 @@ from .statistics import (
 )
 
 __all__ = ["infer", "normalize", "transform"]
+
+COEFFICIENTS = 3  # numbers of a channel in transform.cuh
 
 # TransformArguments in transform.cuh, up to the geometry.
 _ARGUMENTS = struct.Struct("=7QQqQqQqQq5dq")
@@ -90,6 +93,8 @@ def normalize(
     if not plan.resident:  # partial results follow, of every channel, or of every row
         channels = 1 if plan.rows else geometry.members
         rows += PARTIAL_MOMENTS * plan.parts * channels * (8 // dtype.itemsize)
+    if plan.ahead:  # then counters, at most one more than channels, and coefficients
+        rows += 2 + COEFFICIENTS
     statistics = source.array_module().empty((rows, number), dtype)
     place, row = source.pointer(statistics), number * dtype.itemsize
     arguments = _ARGUMENTS.pack(
@@ -100,6 +105,9 @@ def normalize(
     if plan.resident:
         in_turns = "normalize_rows.cu", "normalize_rows"
         launch_cut(*(in_turns if plan.samples else ("transform.cu", "normalize")), plan, arguments)
+    elif plan.ahead:
+        coefficients = place + (rows - COEFFICIENTS) * row
+        launch_cached("normalize_cached.cu", "normalize_cached", plan, arguments, coefficients)
     else:
         partial_moments(x, place + 4 * row, plan)
         launch_channels(

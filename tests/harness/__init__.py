@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
+import math
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ DEVICE = Device(
     multiprocessors=8,
     shared_per_block=227 << 10,
     shared_per_multiprocessor=228 << 10,
+    cache=3 << 20,
 )
 
 #: Kernels that are launched in clusters.
@@ -37,6 +39,10 @@ CLUSTERED = (
     "normalize", "normalize_rows", "backward", "backward_rows", "double_backward",
     "double_backward_rows",
 )  # fmt: skip
+
+#: Kernels whose blocks wait for others: of a grid so many run at a time, if that divides it.
+WAITING = ("normalize_cached", "backward_cached")
+_AT_A_TIME = 4
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 #: Not all checks of undefined behaviour, which take a quarter more time to compile: null pointers,
@@ -117,6 +123,7 @@ class Harness:
         monkeypatch.setattr(source, "array_module", lambda: self.numpy)
         monkeypatch.setattr(source, "pointer", lambda a: a.__array_interface__["data"][0])
         monkeypatch.setattr(source, "device", lambda: self.properties)
+        monkeypatch.setattr(source, "clear", lambda place, size: ctypes.memset(place, 0, size))
         monkeypatch.setattr(source, "launch", self.launch)
 
     @contextmanager
@@ -142,11 +149,14 @@ class Harness:
         function = self._library(file, options)[f"launch_{name}"]
         function.restype = ctypes.c_char_p
         self.seed += 1
-        cluster = int(dict(o[2:].split("=") for o in options)["CLUSTER"])
+        together = 1
+        if name in CLUSTERED:
+            together = int(dict(o[2:].split("=") for o in options)["CLUSTER"])
+        elif name in WAITING:
+            together = math.gcd(blocks, _AT_A_TIME)
         counters = np.zeros(4, np.uint64)
         message = function(
-            arguments, ctypes.c_size_t(len(arguments)), blocks, threads,
-            cluster if name in CLUSTERED else 1,
+            arguments, ctypes.c_size_t(len(arguments)), blocks, threads, together,
             ctypes.c_size_t(shared), ctypes.c_uint64(self.seed),
             counters.ctypes.data_as(ctypes.c_void_p),
         )  # fmt: skip

@@ -26,6 +26,7 @@ unsigned grid();
 unsigned char* shared();
 
 void barrier();
+void sleep();
 void cluster_arrive();
 void cluster_wait();
 void* map_shared(const void* place, unsigned rank);
@@ -79,6 +80,17 @@ template <class T> void __stcg(T* place, T value) {
 }
 
 inline double rsqrt(double value) { return 1.0 / std::sqrt(value); }
+
+// Threads run one at a time.
+inline unsigned arrive(unsigned* counter) {
+    const unsigned before = harness::load(counter);
+    harness::count_write(counter, sizeof(unsigned));
+    ++*counter;
+    return before;
+}
+inline void wait_for(const unsigned* counter, unsigned number) {
+    while (*static_cast<const volatile unsigned*>(counter) < number) harness::sleep();
+}
 
 template <int BYTES> void begin_copy(void* shared, const void* place) {
     harness::begin_copy(shared, place, BYTES);

@@ -21,8 +21,9 @@ namespace {
 
 constexpr unsigned lanes = 32;
 constexpr size_t stack_size = 128 << 10;
+constexpr unsigned most_sleeps = 1 << 20;  // far more than others take turns
 
-enum class Wait { nothing, warp, block, cluster, end };
+enum class Wait { nothing, others, warp, block, cluster, end };
 
 struct Block;
 
@@ -56,6 +57,7 @@ struct Fiber {
     Wait wait = Wait::nothing;
     const char* operation = "";  // that it waits for with its warp
     unsigned operations = 0;     // of its warp so far
+    unsigned sleeps = 0;
     unsigned arrivals = 0;       // at the cluster's barrier
     unsigned departures = 0;
     std::vector<Copy> copies;  // on their way
@@ -179,6 +181,7 @@ void step(Fiber* fiber) {
     Block* block = fiber->block;
     switch (fiber->wait) {
         case Wait::warp: release(block, fiber->thread / lanes * lanes, lanes, Wait::warp); break;
+        case Wait::others: resume(fiber); break;
         case Wait::block: release(block, 0, block->fibers.size(), Wait::block); break;
         case Wait::end:
             if (fiber->arrivals != fiber->departures)
@@ -203,6 +206,7 @@ void run_cluster() {
         std::memset(block->shared, 0xff, now->shared);
         for (Fiber* fiber : block->fibers) {
             fiber->operations = fiber->arrivals = fiber->departures = fiber->groups = 0;
+            fiber->sleeps = 0;
             fiber->hasty = any && block->rank == rank && fiber->thread / lanes == warp;
             resume(fiber);
             ++running;
@@ -232,6 +236,12 @@ unsigned grid() { return now->blocks; }
 unsigned char* shared() { return now->current->block->shared; }
 
 void barrier() { suspend(Wait::block); }
+
+void sleep() {
+    now->current->hasty = false;  // others have to come first
+    if (++now->current->sleeps > most_sleeps) fail("waiting for what other blocks never do");
+    suspend(Wait::others);
+}
 
 void cluster_arrive() {
     ++now->current->arrivals;

@@ -1,0 +1,101 @@
+// Sums of dy and dy * (x - mean) over channels that have one weight each.
+#pragma once
+
+#include "gradients.cuh"
+
+// Writes the sums of a channel, the second about the mean before it was rounded, and what
+// they make of the parameters' gradients; returns the sums.
+__device__ inline Sums save(
+    const BackwardArguments& a, Offset channel, Offset parameter, const Known& known, Sums total,
+    bool first
+) {
+    total.dy_xmu -= times_residual(known.residual, total.dy);
+    if (!first) return total;
+    const double dweight = total.dy_xmu * known.inv_std;
+    if (a.sum_dy != nullptr) write(a.sum_dy + channel, static_cast<Accumulator>(total.dy));
+    if (a.sum_dy_xmu != nullptr)
+        write(a.sum_dy_xmu + channel, static_cast<Accumulator>(total.dy_xmu));
+    a.dweight.set(parameter, dweight);
+    a.dbias.set(parameter, total.dy);
+    if (a.gradients != nullptr) {
+        const Offset group = static_cast<Offset>(a.geometry.group);
+        const Offset place = channel / group * group + channel;
+        write(a.gradients + place, static_cast<Accumulator>(dweight));
+        write(a.gradients + place + group, static_cast<Accumulator>(total.dy));
+    }
+    return total;
+}
+
+// Sums of the elements that a thread has seen: in the accumulator type over chunks of tiles, which
+// are added up in float64.
+class Summation {
+  public:
+    __device__ void add(
+        const Tile& tile, const Vector (&dy)[TILE], const Vector (&x)[TILE],
+        const Accumulator (&mean)[STATISTICS]
+    ) {
+        constexpr int lanes = COLUMNS ? 1 : WIDTH;
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) {
+            #pragma unroll
+            for (int i = 0; i < TILE; ++i) {
+                Accumulator of_dy = 0, of_dy_xmu = 0;
+                #pragma unroll
+                for (int l = 0; l < lanes; ++l) {
+                    if (tile.access[i].has(s + l)) {
+                        const Accumulator gradient = widen(dy[i], s + l);
+                        of_dy += gradient;
+                        of_dy_xmu += gradient * (widen(x[i], s + l) - mean[s]);
+                    }
+                }
+                chunk_dy[s] += of_dy;
+                chunk_dy_xmu[s] += of_dy_xmu;
+            }
+        }
+        if (++tiles == CHUNK) end_chunk();
+    }
+
+    // The sums, once all has been added.
+    __device__ void finish(Sums (&all)[STATISTICS]) {
+        end_chunk();
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) all[s] = sums[s];
+    }
+
+  private:
+    Sums sums[STATISTICS] = {};
+    Accumulator chunk_dy[STATISTICS] = {}, chunk_dy_xmu[STATISTICS] = {};
+    int tiles = 0;  // of the chunk
+
+    __device__ void end_chunk() {
+        tiles = 0;
+        #pragma unroll
+        for (int s = 0; s < STATISTICS; ++s) {
+            sums[s].merge(
+                {static_cast<double>(chunk_dy[s]), static_cast<double>(chunk_dy_xmu[s])});
+            chunk_dy[s] = chunk_dy_xmu[s] = 0;
+        }
+    }
+};
+
+// Takes the sums of a group's part of its channels, reading dy and x once; `use(tile, dy)` does
+// what else there is to do with a tile.
+template <class Use> __device__ inline void take_sums(
+    const BackwardArguments& a, const Work& work, unsigned char* shared, Use use
+) {
+    Cursor cursor(a.geometry, a.cut, work);
+    Accumulator mean[STATISTICS];
+    read_means(a, work, mean);
+    Summation summation;
+    for (long long n = 0; n < a.cut.tiles; ++n) {
+        const Tile tile(cursor);
+        Vector dy[TILE], x[TILE];
+        tile.load<false>(a.dy, dy);
+        tile.load<false>(a.x, x);
+        summation.add(tile, dy, x, mean);
+        use(tile, dy);
+    }
+    Sums values[STATISTICS];
+    summation.finish(values);
+    write_parts(values, shared, a.partials, work, a.cut);
+}
