@@ -28,21 +28,21 @@ CACHED_KERNEL backward_cached(const BackwardCachedArguments a) {
     if (ticket.has_first) {
         const Work first(b.geometry, b.cut, ticket.first);
         take_sums(b, first, shared, [](const Tile&, const Vector (&)[TILE]) {});
-        finish_step<Coefficients, Sums>(
+        finish_channel<Coefficients, Sums>(
             a.tickets, ticket.first, b.partials, shared, first, b.cut,
-            [&](Offset p, const Sums& sums, bool first_time) {
-                const Offset channel = first.channel + p, parameter = first.parameter + p;
-                const Known known(b, channel, parameter);
-                const Sums total = save(b, channel, parameter, known, sums, first_time);
+            [&](const Sums& sums, bool first_time) {
+                const Known known(b, first.channel, first.parameter);
+                const Sums total =
+                    save(b, first.channel, first.parameter, known, sums, first_time);
                 return combine(b, known, total.times(known.weight(b)));
             });
     }
     if (!ticket.has_second) return;
 
     Coefficients coefficients[STATISTICS];
-    distribute(coefficients, shared, second, [&](Offset p) {
+    distribute(coefficients, shared, second, [&](Offset) {
         return wait_for_coefficients<Coefficients>(
-            a.tickets, ticket.second, b.cut, second.channel + p);
+            a.tickets, ticket.second, b.cut, second.channel);
     });
     end_group_of_copies();
     wait_for_copies<0>();

@@ -1,14 +1,13 @@
 // Two sweeps in one launch, the second of which finds in the second-level cache what the first has
 // just read.
 //
-// A *step* is what a block of threads has together: one channel of runs, or `taken` of columns. Its
-// units, one for each part, are gone over twice: first for partial results, then with what all of
-// them make. Blocks take tickets as they start, and go over the unit of that number for the first
+// Of runs alone. The parts of all channels are units, gone over twice: first for partial results,
+// then with what all of a channel make. Blocks take tickets as they start, and go over the unit of that number for the first
 // time, and over the one `ahead` units before for the second, whose elements are on their way to
 // shared memory meanwhile. Only the second time waits, for blocks with lower tickets, which run
 // already, and for what these do before they wait themselves: no number of blocks that run at a
 // time, and nothing that runs beside them, can make them wait for ever. The last block to arrive at
-// a step folds its partial results, whose order is that of the parts, whoever wrote them when. So
+// a channel folds its partial results, whose order is that of the parts, whoever wrote them when. So
 // the same bits come out every time.
 #pragma once
 
@@ -17,21 +16,21 @@
 // Where a block waits, others on its multiprocessor do not: 1024 threads of whole runs share one.
 // Other layouts and wider numbers have the registers that they need for not spilling.
 constexpr bool MANY_REGISTERS =
-    COLUMNS || !ALIGNED || WIDE || sizeof(Vector) == 2 || sizeof(Element) == 8;
+    !ALIGNED || WIDE || sizeof(Vector) == 2 || sizeof(Element) == 8;
 #define CACHED_KERNEL \
     extern "C" __global__ void __launch_bounds__(THREADS, (MANY_REGISTERS ? 512 : 1024) / THREADS)
 
-static_assert(GROUP == THREADS, "a block is a group of threads");
+static_assert(GROUP == THREADS && !COLUMNS, "a block has a part of one channel");
 
 struct Tickets {
-    // Zeros in the beginning: the next ticket, then of every step the parts that have arrived, and
+    // Zeros in the beginning: the next ticket, then of every channel the parts that have arrived, and
     // one more when what they make is there.
     unsigned* counters;
-    Accumulator* coefficients;  // what the parts of a step make, of every channel
+    Accumulator* coefficients;  // of every channel
     long long units;
     long long ahead;  // units by which the first time is ahead of the second
 
-    __device__ unsigned* of_step(Offset unit, const Cut& cut) const {
+    __device__ unsigned* of_channel(Offset unit, const Cut& cut) const {
         return counters + 1 + unit / static_cast<Offset>(cut.parts);
     }
 };
@@ -65,46 +64,38 @@ struct Ticket {
     }
 };
 
-// After a block has written its part: if it is the last of the step's, folds the partial results of
-// all of them, as it has folded those of its threads. `make(position, total, first)` makes the
-// coefficients of a channel, and if `first` saves what else there is to save: when nobody waits any
-// more.
-template <class C, class P, class Make> __device__ inline void finish_step(
+// After a block has written its part: if it is the last of the channel's, folds the partial results
+// of all of them, as it has folded those of its threads. `make(total, first)` makes the
+// coefficients of the channel, and if `first` saves what else there is to save: when nobody waits
+// any more.
+template <class C, class P, class Make> __device__ inline void finish_channel(
     const Tickets& tickets, Offset unit, const double* partials, unsigned char* shared,
     const Work& work, const Cut& cut, Make make
 ) {
     const Offset parts = static_cast<Offset>(cut.parts);
-    unsigned* const counter = tickets.of_step(unit, cut);
+    unsigned* const counter = tickets.of_channel(unit, cut);
     if (find_once(shared, [&] { return arrive(counter); }) + 1 < parts) return;
     P values[STATISTICS] = {};
-    for (Offset part = threadIdx.x / ACROSS; part < parts; part += DEEP) {
-        #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) {
-            const Offset position = threadIdx.x % ACROSS * STATISTICS + s;
-            if (position < work.positions)
-                values[s].merge(P::read(partials, (work.channel + position) * parts + part));
-        }
-    }
+    for (Offset part = threadIdx.x; part < parts; part += THREADS)
+        values[0].merge(P::read(partials, work.channel * parts + part));
     auto& folds = *reinterpret_cast<Folds<P>*>(shared);
     reduce_block(values, folds);
+    if (threadIdx.x != 0) return;
+    const P total = folds.totals[0];
     constexpr int number = sizeof(C) / sizeof(Accumulator);
     struct Numbers { Accumulator of[number]; };
-    for (Offset p = threadIdx.x; p < work.positions; p += THREADS) {
-        const Numbers made = bits<Numbers>(C(make(p, folds.totals[p], false)));
-        for (int i = 0; i < number; ++i)
-            write(tickets.coefficients + (work.channel + p) * number + i, made.of[i]);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) arrive(counter);
-    for (Offset p = threadIdx.x; p < work.positions; p += THREADS) make(p, folds.totals[p], true);
-    static_assert(sizeof(C) <= WARPS * sizeof(P), "coefficients to come leave the totals alone");
+    const Numbers made = bits<Numbers>(C(make(total, false)));
+    for (int i = 0; i < number; ++i)
+        write(tickets.coefficients + work.channel * number + i, made.of[i]);
+    arrive(counter);
+    make(total, true);
 }
 
 // The coefficients of a channel of a unit, once they are there.
 template <class C> __device__ inline C wait_for_coefficients(
     const Tickets& tickets, Offset unit, const Cut& cut, Offset channel
 ) {
-    wait_for(tickets.of_step(unit, cut), static_cast<unsigned>(cut.parts) + 1);
+    wait_for(tickets.of_channel(unit, cut), static_cast<unsigned>(cut.parts) + 1);
     constexpr int number = sizeof(C) / sizeof(Accumulator);
     struct Numbers { Accumulator of[number]; } made;
     for (int i = 0; i < number; ++i)

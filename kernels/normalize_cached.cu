@@ -24,18 +24,18 @@ CACHED_KERNEL normalize_cached(const NormalizeCachedArguments a) {
     if (ticket.has_first) {
         const Work first(t.geometry, t.cut, ticket.first);
         take_moments(t.x, t.geometry, t.cut, first, shared, t.partials);
-        finish_step<Coefficients, Moments>(
+        finish_channel<Coefficients, Moments>(
             a.tickets, ticket.first, t.partials, shared, first, t.cut,
-            [&](Offset p, const Moments& all, bool save) {
-                return save_batch(t, first.channel + p, first.parameter + p, all, save);
+            [&](const Moments& all, bool save) {
+                return save_batch(t, first.channel, first.parameter, all, save);
             });
     }
     if (!ticket.has_second) return;
 
     Coefficients coefficients[STATISTICS];
-    distribute(coefficients, shared, second, [&](Offset p) {
+    distribute(coefficients, shared, second, [&](Offset) {
         return wait_for_coefficients<Coefficients>(
-            a.tickets, ticket.second, t.cut, second.channel + p);
+            a.tickets, ticket.second, t.cut, second.channel);
     });
     end_group_of_copies();
     wait_for_copies<0>();

@@ -64,8 +64,8 @@ template <class P> __device__ inline void reduce_block(P (&values)[STATISTICS], 
     __syncthreads();
 }
 
-// Clusters exist on compute capability 9.0 and newer. A barrier that publishes what all threads
-// have written costs each of them a wait for its writes. So what the block's first thread, or any
+// Clusters exist on compute capability 9.0 and newer. A barrier that orders what all threads have
+// read and written costs each of them a wait for that. So what the block's first thread, or any
 // before a barrier of the block, has written is published by that one.
 __device__ inline void cluster_publish() {
 #if CLUSTER > 1
@@ -74,10 +74,11 @@ __device__ inline void cluster_publish() {
 #endif
 }
 
-// Says that this thread has read what others published.
+// Says that this thread has read what others published. A relaxed arrival would not do: it may
+// overtake the reads, and a block that has left has nothing to be read.
 __device__ inline void cluster_arrive() {
 #if CLUSTER > 1
-    __cluster_barrier_arrive_relaxed();
+    __cluster_barrier_arrive();
 #endif
 }
 

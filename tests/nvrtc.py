@@ -61,8 +61,6 @@ LAYOUTS = {
     "cached, narrow": (channels(24576, 64, 49), _PLAIN),
     "cached, unaligned": (channels(128, 128, 12321), _PLAIN),
     "cached, 64-bit": (channels(16, 512, 1 << 18), _PLAIN),
-    "cached, columns": (channels(50176, 512, 1), _PLAIN),
-    "cached, narrow columns": (channels(50176, 513, 1), _PLAIN),
     "rows, part of a warp": (row_norm_geometry((131072, 128), 1), _PLAIN),
     "rows, block": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, cluster": (row_norm_geometry((64, 81920), 1), _PLAIN),

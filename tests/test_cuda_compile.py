@@ -21,7 +21,6 @@ MAIN = [
     "runs, unaligned",
     "columns, block",
     "cached",
-    "cached, columns",
     "rows, part of a warp",
     "rows, block",
     "rows, stream",

@@ -94,10 +94,6 @@ CACHED = [
     ((11, 5, 12, 12), 1),
     ((3, 6, 1030), 1),
     ((2, 9, 36, 72), 1),
-    ((60, 330), 1),
-    ((20, 328), -1),
-    ((140, 328), -1),
-    ((401, 165), -1),
 ]
 
 CASES = [
@@ -169,11 +165,11 @@ def test_as_many_threads_as_a_block_has(rng, force, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["warp", "block", "cluster", "cached", "stream"])
-@pytest.mark.parametrize(("shape", "axis"), [((7, 6, 9, 3), 1), ((60, 160), -1)], ids=str)
+@pytest.mark.parametrize(("shape", "axis"), [((7, 6, 9, 3), 1), ((60, 40), -1)], ids=str)
 def test_wide_offsets(rng, force, monkeypatch, name, shape, axis):
     """Kernels with 64-bit offsets, which arrays of 2^31 elements need."""
-    if name == "warp" and axis == -1:
-        pytest.skip("columns are never taken by warps")
+    if name in ("warp", "cached") and axis == -1:
+        pytest.skip("columns are never taken so")
     force(name, wide=True)
     made = plans(monkeypatch)
     check_everything(rng, shape, axis, np.float32)
@@ -385,7 +381,7 @@ NORMS = [
     ("cluster", ROWS + MERGED + CHANNELS),
     ("whole_block", [ROWS[0], ROWS[4], MERGED[1]]),
     ("whole_cluster", [ROWS[1], ROWS[3], MERGED[2]]),
-    ("cached", [*CHANNELS[:2], (instance(-1), (5, 60, 10))]),
+    ("cached", CHANNELS[:2]),
     ("stream", [*ROWS, *MERGED, *CHANNELS, (group(4, 2), (3, 5, 12, 6))]),
 ]
 

@@ -298,8 +298,8 @@ MUTANTS = {
     "a part that nobody counts": (
         "test_candidate and cached",
         "cached.cuh",
-        "part < parts; part += DEEP",
-        "part + 1 < parts; part += DEEP",
+        "part < parts; part += THREADS",
+        "part + 1 < parts; part += THREADS",
     ),
     "a second sweep that does not wait": (
         "test_candidate and cached",
@@ -328,23 +328,17 @@ MUTANTS = {
     "coefficients of another channel": (
         "test_candidate and cached",
         "backward_cached.cu",
-        "second.channel + p);",
-        "second.channel);",
+        "b.cut, second.channel);",
+        "b.cut, 0);",
     ),
     "lost barrier before a part arrives": (
-        "test_candidate and cached and 328",
+        "test_candidate and cached and 1030",
         "cached.cuh",
         "    __syncthreads();\n    if (threadIdx.x == 0) *word",
         "    if (threadIdx.x == 0) *word",
     ),
-    "lost barrier before what parts make is announced": (
-        "test_candidate and cached and 328",
-        "cached.cuh",
-        "    __syncthreads();\n    if (threadIdx.x == 0) arrive(counter);",
-        "    if (threadIdx.x == 0) arrive(counter);",
-    ),
     "another block's word": (
-        "test_candidate and cached and 328",
+        "test_candidate and cached and 1030",
         "cached.cuh",
         "*word = find();\n    __syncthreads();",
         "*word = find();",

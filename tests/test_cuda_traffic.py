@@ -95,7 +95,7 @@ def test_passes(rng, on_backend, only, name, plan, shape, axis, dtype):
             pytest.skip("columns are never taken by warps")
         shape = (2, 40, 12, 8)
     if plan == "cached" and axis == -1:
-        shape = (300, 256)  # several blocks side by side
+        pytest.skip("columns take a launch for each sweep")
     only(plan)
     x, dy, out = rng.standard_normal((3, *shape)).astype(dtype)
     call = operation(name, x, dy, out, axis)

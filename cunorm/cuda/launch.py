@@ -75,9 +75,9 @@ _MOST_PARTS = 512
 # as make these percents of the second-level cache (16 of the 60 MB of an H200). Less, and it waits
 # for statistics; more, and what it reads has left the cache, into which the output comes too.
 _WINDOW_PERCENT = 27
-# What a block takes in either sweep: small, for blocks to be done in the order of their tickets,
-# and for four to have room for it in a multiprocessor's shared memory.
-_CACHED_PART_BYTES = 32 << 10
+# What a block takes in either sweep, if three of them have room for it on a multiprocessor.
+_CACHED_PART_BYTES = 64 << 10
+_CACHED_BLOCKS = 3
 # A block's word of shared memory, after the header.
 _TICKET_BYTES = 16
 
@@ -550,15 +550,9 @@ def _streaming(p: _Problem) -> tuple[int, int, int]:
     return threads, across, threads // across * _tile(p)
 
 
-def _steps(p: _Problem, across: int) -> int:
-    """Groups of threads that have all statistics of a geometry, but for parts."""
-    positions = across * p.access.width if p.geometry.inner == 1 else 1
-    return p.geometry.batch * _ceil_div(p.geometry.group, positions)
-
-
-def _lag(p: _Problem, step_bytes: int) -> int:
-    """Steps by which a second sweep in the same launch is behind; 0 if one is too much."""
-    return p.device.cache * _WINDOW_PERCENT // 100 // step_bytes
+def _lag(p: _Problem, statistic_bytes: int) -> int:
+    """Statistics by which a second sweep in the same launch is behind; 0 if one is too much."""
+    return p.device.cache * _WINDOW_PERCENT // 100 // statistic_bytes
 
 
 def _cached(p: _Problem) -> LaunchPlan | str:
@@ -569,18 +563,18 @@ def _cached(p: _Problem) -> LaunchPlan | str:
         return "parameters change within a statistic"
     if p.device.compute_capability < 80:
         return "copies that go on by themselves need compute capability 8.0"
-    if p.geometry.inner == 1:  # more sums of columns than four fill a thread's registers
-        p = p._replace(access=p.access._replace(width=min(p.access.width, 4)))
+    if p.geometry.inner == 1:
+        return "side by side, a part has statistics enough for a launch of their own to be quicker"
     threads, across, a_tile = _streaming(p)
     number = _accesses(p)
-    row_bytes = across * p.access.width * p.itemsize * p.operands
-    step_bytes = number * row_bytes
-    lag, steps = _lag(p, step_bytes), _steps(p, across)
-    if lag == 0:
-        return f"{step_bytes} bytes of statistics side by side: too much for the cache"
-    if steps <= 2 * lag:
+    access_bytes = p.access.width * p.itemsize * p.operands
+    lag = _lag(p, number * access_bytes)
+    if lag < 2:
+        return f"{number * access_bytes} bytes of a statistic: too much for the cache"
+    if p.geometry.batch * p.geometry.group <= 2 * lag:
         return "little enough for the cache to have most of it between two launches"
-    tiles = max(1, _CACHED_PART_BYTES // (a_tile * row_bytes))
+    room = p.device.shared_per_multiprocessor // _CACHED_BLOCKS - 2 * _RESERVED_SHARED
+    tiles = max(1, min(_CACHED_PART_BYTES, room) // (a_tile * access_bytes))
     parts = min(_MOST_PARTS, _ceil_div(number, tiles * a_tile))
     share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     parts = _ceil_div(number, share)
@@ -588,7 +582,7 @@ def _cached(p: _Problem) -> LaunchPlan | str:
         p, "cached", resident=False, threads=threads, group=threads, across=across,
         share=min(share, number), parts=parts, cluster=1,
     )  # fmt: skip
-    held = _TICKET_BYTES + _ceil_div(share, a_tile) * a_tile * row_bytes
+    held = _TICKET_BYTES + _ceil_div(share, a_tile) * a_tile * access_bytes
     return built._replace(shared=built.shared + held, ahead=lag * parts)
 
 
@@ -606,7 +600,9 @@ def _stream(p: _Problem) -> LaunchPlan | str:
         share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     else:
         each = _COLUMN_BLOCKS if p.geometry.inner == 1 else _BLOCKS_PER_MULTIPROCESSOR
-        wanted = _ceil_div(each * p.device.multiprocessors, _steps(p, across))
+        positions = across * p.access.width if p.geometry.inner == 1 else 1
+        groups = p.geometry.batch * _ceil_div(p.geometry.group, positions)
+        wanted = _ceil_div(each * p.device.multiprocessors, groups)
         parts = max(1, min(wanted, _MOST_PARTS, _ceil_div(number, a_tile)))
         share = _ceil_div(_ceil_div(number, parts), a_tile) * a_tile
     return _built(

@@ -101,6 +101,7 @@ inline void end_group_of_copies() { harness::end_group_of_copies(); }
 template <int PENDING> void wait_for_copies() { harness::wait_for_copies(PENDING); }
 
 inline void __syncthreads() { harness::barrier(); }
+inline void __cluster_barrier_arrive() { harness::cluster_arrive(); }
 inline void __cluster_barrier_arrive_relaxed() { harness::cluster_arrive(); }
 inline void __cluster_barrier_wait() { harness::cluster_wait(); }
 inline void* __cluster_map_shared_rank(const void* place, unsigned rank) {
