@@ -1,5 +1,6 @@
 """Compiling and launching through CuPy: with a stand-in for its driver, and with itself."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -48,6 +49,7 @@ class Driver(types.ModuleType):
         self.cuda = types.ModuleType("cupy.cuda")
         self.cuda.runtime = runtime
         self.cuda.compiler = types.SimpleNamespace(CompileException=CompileError)
+        self.cuda.function = types.SimpleNamespace(CPointer=lambda address: address)
         self.RawModule = self.make_module
 
     def make_module(self, *, code, options):
@@ -58,7 +60,8 @@ class Driver(types.ModuleType):
         if self.error is not None:
             raise self.error
 
-        def function(grid, block, arguments, shared):
+        def function(grid, block, addresses, shared):
+            arguments = [ctypes.string_at(address, 8) for address in addresses]
             self.launched.append((name, grid, block, arguments, shared))
 
         return types.SimpleNamespace(kernel=function)
@@ -93,9 +96,7 @@ def test_compiled_once_for_each_device_and_specialization(driver):
     assert f"-I{source.folder()}" in options
     assert any(source.digest() in option for option in options)  # for CuPy's cache on disk
     assert len(driver.launched) == 8
-    name, grid, block, (arguments,), shared = driver.launched[0]
-    assert (name, grid, block, shared) == ("normalize", (7,), (128,), 4096)
-    assert (arguments.tobytes(), arguments.size) == (b"12345678", 1)
+    assert driver.launched[0] == ("normalize", (7,), (128,), [b"12345678"], 4096)
 
 
 def test_device_properties(driver):
@@ -225,7 +226,7 @@ class Remote:
     def __init__(self, array):
         self.data = types.SimpleNamespace(ptr=array.__array_interface__["data"][0] + (1 << 60))
         self.shape, self.strides, self.itemsize = array.shape, array.strides, array.itemsize
-        self.nbytes, self.flags = array.nbytes, array.flags
+        self.nbytes, self._c_contiguous = array.nbytes, array.flags.c_contiguous
 
 
 def test_overlap_of_gpu_arrays():
@@ -318,7 +319,8 @@ def test_real_cupy():
     for name in ("kernel", "max_dynamic_shared_size_bytes"):
         assert hasattr(cupy.RawKernel, name)
     assert cupy.cuda.compiler.CompileException
-    assert cupy.cuda.function.CNumpyArray(np.zeros(1, "V8")).ptr  # arguments by value
+    assert cupy.cuda.function.CPointer(4096).ptr == 4096  # where arguments are
+    assert hasattr(cupy.ndarray, "_c_contiguous")
     if not cupy.is_available():
         assert not cunorm.is_available("cuda")
         assert re.search("no GPU|no NVIDIA driver", arrays.cuda_missing())

@@ -594,6 +594,7 @@ def sweep(
     return _first(SWEEPS, _problem(geometry.apart(), dtype, operands, lie, device))
 
 
+@lru_cache(maxsize=4096)
 def adding(columns: int, dtype: np.dtype, numbers: int) -> Launch:
     """How to add up so many columns of numbers, in an accumulator type, over rows (add_up.cu)."""
     threads = _ADDING_THREADS

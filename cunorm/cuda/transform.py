@@ -57,7 +57,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     lie = launch.alignment(source_place, target)
     plan = launch.sweep(geometry, x.dtype, 1, lie, source.device())
     xp = source.array_module()
-    statistics = xp.empty((4, geometry.statistics), statistics_dtype(x.dtype))
+    statistics = xp.ndarray((4, geometry.statistics), statistics_dtype(x.dtype))
     running_mean, running_var = dense(running_mean), dense(running_var)
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, 0, source.pointer(statistics),
@@ -90,7 +90,7 @@ def normalize(
     if not plan.resident:  # partial results follow, of every channel, or of every row
         channels = 1 if plan.rows else geometry.members
         rows += PARTIAL_MOMENTS * plan.parts * channels * (8 // dtype.itemsize)
-    statistics = source.array_module().empty((rows, number), dtype)
+    statistics = source.array_module().ndarray((rows, number), dtype)
     place, row = source.pointer(statistics), number * dtype.itemsize
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, place + 4 * row, place,

@@ -135,7 +135,8 @@ def forward(
     if not centered:
         options["centered"] = False
     kept = (0, 1, 2) if centered else (1,)  # of the rows that the verb returns
-    if type(x) is np.ndarray:
+    here = arrays.usual_place(x)
+    if here is not None:
         layout, eps = known_of(x)
         if layout.plain is not None and checks.are_usual(
             x, layout.parameters_shape, weight, bias, None, None, out, written=False
@@ -144,13 +145,10 @@ def forward(
             if len(layout.parameters_shape) != 1:
                 weight = None if weight is None else weight.ravel()
                 bias = None if bias is None else bias.ravel()
-            rows = arrays.cpu_backend().transform.normalize(
+            rows = here.backend.transform.normalize(
                 x, weight, bias, None, None, eps, 1.0, 0.0, layout.plain, y, **options
             )
-            shape = layout.statistics_shape
-            if len(shape) != 1:
-                rows = rows.reshape(len(rows), *shape)
-            statistics = [rows[i, ...] for i in kept]
+            statistics = usual_rows(rows, kept, layout.statistics_shape)
             return y, statistics, layout, (x.shape, None if bias is None else bias.dtype)
 
     given = out
@@ -169,10 +167,24 @@ def forward(
         return y, statistics, layout, (x.shape, None if bias is None else bias.dtype)
 
 
-def empty_like_usual(x: np.ndarray) -> Any:
-    """`cpu.memory.empty_like` of a C-contiguous array, which is quicker."""
-    small = x.nbytes < cpu_memory.LARGE_BYTES
-    return np.empty(x.shape, x.dtype) if small else cpu_memory.empty_like(x)
+def empty_like_usual(x: Any) -> Any:
+    """A new array like a C-contiguous one in a usual place, made quickly."""
+    kind = type(x)
+    if kind is np.ndarray and x.nbytes >= cpu_memory.LARGE_BYTES:
+        return cpu_memory.empty_like(x)
+    return kind(x.shape, x.dtype)
+
+
+def usual_rows(rows: Any, kept: tuple[int, ...], shape: tuple[int, ...]) -> list[Any]:
+    """Those of a verb's rows that are `kept`, as arrays of this shape, made quickly."""
+    kind = type(rows)
+    if kind is np.ndarray:
+        if len(shape) != 1:
+            rows = rows.reshape(len(rows), *shape)
+        return [rows[i, ...] for i in kept]
+    dtype, data = rows.dtype, rows.data
+    step = rows.shape[1] * dtype.itemsize
+    return [kind(shape, dtype, data + i * step) for i in kept]
 
 
 def normalize(
@@ -249,18 +261,21 @@ def backward(
     wanted = checks.mask(output_mask, *names)
     if not centered:
         wanted = (*wanted, False)
-    if type(x) is np.ndarray and x.shape == saved.shape:
-        layout = layout_of(x)
+    here = arrays.usual_place(x)
+    if here is not None and x.shape == saved.shape:
+        layout, statistics = layout_of(x), (saved.mean, saved.residual, saved.inv_std)
         if (
             layout.plain is not None
+            and saved.inv_std is not None
+            and (saved.mean is not None if centered else saved.mean is saved.residual is None)
             and wanted[0]
             and (training or wanted[1] or wanted[2])
-            and checks.are_usual_in_backward(
-                dy, x, saved, weight, bias_dtype, out, centered, layout
-            )
+            and checks.are_usual_in_backward(dy, x, statistics, weight, bias_dtype, out, layout)
         ):
-            return _usual_gradients(
-                dy, x, saved, weight, training, layout, wanted, bias_dtype, out, options
+            dtype = saved.inv_std.dtype
+            dtypes = dtype if weight is None else weight.dtype, bias_dtype or dtype
+            return usual_gradients(
+                here, dy, x, statistics, weight, training, layout, wanted, dtypes, out, **options
             )
 
     given = out
@@ -285,35 +300,34 @@ def backward(
         return dx, dweight, dbias
 
 
-def _usual_gradients(
+def usual_gradients(
+    place: arrays.Place,
     dy: Any,
     x: Any,
-    saved: Any,
+    statistics: tuple[Any, ...],
     weight: Any,
     training: bool,
     layout: Layout,
     wanted: tuple[bool, ...],
-    bias_dtype: Any,
+    dtypes: tuple[Any, Any],
     out: Any,
-    options: dict[str, Any],
+    **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
-    """What `gradients_of` computes, of arguments that need no more than that."""
-    mean, inv_std, residual = saved.mean, saved.inv_std, saved.residual
-    if inv_std.ndim != 1:
-        inv_std = inv_std.ravel()
-        mean, residual = (None if one is None else one.ravel() for one in (mean, residual))
-    dtype, parameters_shape = inv_std.dtype, layout.parameters_shape
-    dx, dweight, dbias = empty_like_usual(x) if out is None else out, None, None
-    if wanted[1]:
-        dweight = np.empty(parameters_shape, dtype if weight is None else weight.dtype)
-    if wanted[2]:
-        dbias = np.empty(parameters_shape, bias_dtype or dtype)
-    if weight is not None and weight.ndim != 1:
+    """What `gradients_of` computes, of arguments that need no more than that.
+
+    The `statistics` are mean, residual and inv_std.
+    """
+    if len(layout.statistics_shape) != 1:
+        statistics = tuple(None if one is None else one.ravel() for one in statistics)
+    kind, shape = type(x), layout.parameters_shape
+    dx = empty_like_usual(x) if out is None else out
+    dweight = kind(shape, dtypes[0]) if wanted[1] else None
+    dbias = kind(shape, dtypes[1]) if wanted[2] else None
+    if weight is not None and len(shape) != 1:
         weight = weight.ravel()
-    arrays.cpu_backend().backward.backward(
-        dy, x, mean, residual, inv_std, weight, training, layout.plain, dx, dweight, dbias,
-        **options,
-    )  # fmt: skip
+    place.backend.backward.backward(
+        dy, x, *statistics, weight, training, layout.plain, dx, dweight, dbias, **options
+    )
     return dx, dweight, dbias
 
 
@@ -503,8 +517,7 @@ def as_dtype(array: Any, dtype: np.dtype) -> Any:
     """The array in a dtype and contiguous; itself where it is so already."""
     if array is None:
         return None
-    flags = array.flags  # is_plain, without a call
-    if array.dtype is dtype and flags.c_contiguous and getattr(flags, "aligned", True):
+    if array.dtype is dtype and arrays.is_plain(array):
         return array
     with np.errstate(all="ignore"):
         return array.astype(dtype, order="C")
