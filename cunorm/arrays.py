@@ -150,19 +150,19 @@ def _cpu() -> Place:
     return Place(np, cpu_backend())
 
 
-def usual_place(x: Any) -> Place | None:
-    """Where x lies if it is one of NumPy's own arrays, or of CuPy's on the current GPU.
+def usual_backend(x: Any) -> ModuleType | None:
+    """What computes on x if it is one of NumPy's own arrays, or of CuPy's on the current GPU.
 
     `adopt` has the last word about all others.
     """
     kind = type(x)
     if kind is _ndarray:
-        return _cpu()
+        return cpu_backend()
     cupy = sys.modules.get("cupy")
     if cupy is None or kind is not cupy.ndarray:
         return None
-    here = _gpu()
-    return here if x.data.device_id == cupy.cuda.runtime.getDevice() else None
+    here = x.data.device_id == cupy.cuda.runtime.getDevice()
+    return _gpu().backend if here else None
 
 
 def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
@@ -453,11 +453,28 @@ def header(array: Any) -> np.ndarray:
 
 def may_overlap(a: Any, b: Any) -> bool:
     """Whether the bounds of two arrays in memory overlap."""
-    if type(a) is np.ndarray:
+    if isinstance(a, _ndarray):
         return np.may_share_memory(a, b)
-    if is_plain(a) and is_plain(b):  # spares the headers
-        return bool(a.data.ptr < b.data.ptr + b.nbytes and b.data.ptr < a.data.ptr + a.nbytes)
-    return np.may_share_memory(header(a), header(b))
+    (first, end), (other_first, other_end) = _bounds(a), _bounds(b)
+    return first < other_end and other_first < end
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """Where a CuPy array begins in memory, and where it ends."""
+    place = array.data.ptr
+    if array._c_contiguous:
+        return place, place + array.nbytes
+    before, after = _reach(array.shape, array.strides, array.itemsize)
+    return place - before, place + after
+
+
+@lru_cache(maxsize=1024)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Bytes of an array before its first element, and from there on."""
+    if 0 in shape:
+        return 0, 0
+    steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return -sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + itemsize
 
 
 def overlap(a: Any, b: Any) -> bool:

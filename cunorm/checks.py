@@ -194,9 +194,9 @@ def are_usual(
 ) -> bool:
     """Whether the arguments of a forward call are what they are as a rule, and right.
 
-    x is an array in a usual place; all are of its type then, x and `out` C-contiguous, the others
-    float32 and float64 ones of this `shape`, and what is `written` has memory of its own (of a
-    GPU's, `out` may be x).
+    x has a usual backend; all are of its type then, x and `out` C-contiguous, the others float32
+    and float64 ones (of a GPU's, of x's dtype too) of this `shape`, and what is `written` has
+    memory of its own (of a GPU's, `out` may be x).
     `parameter`, `running_statistics` and `output` have nothing to say of these; they have the last
     word about all others.
     """
@@ -204,10 +204,14 @@ def are_usual(
     for array in (weight, bias, running_mean, running_var):
         if array is None:
             continue
-        if type(array) is not kind:
+        if type(array) is not kind or array.shape != shape:
             return False
         dtype = array.dtype
-        if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
+        if (
+            dtype is not _FLOAT32
+            and dtype is not _FLOAT64
+            and (kind is _ndarray or dtype is not x.dtype)
+        ):
             return False
     if out is not None and (
         type(out) is not kind or out.shape != x.shape or out.dtype is not x.dtype
@@ -240,36 +244,47 @@ def are_usual_in_backward(
 ) -> bool:
     """Whether the arguments of a backward call are what they are as a rule, and right.
 
-    x is an array in a usual place; all are of its type then, dy, x, `out` and what was saved, the
-    `statistics`, C-contiguous, and `out` has memory of its own. Of these any may be None.
+    x has a usual backend; all are of its type then, dy, x, `out` and what was saved, the
+    `statistics`, C-contiguous, the parameters as in a forward call, and `out` has memory of its
+    own (of a GPU's, it may be dy or x). Of the statistics any may be None.
     """
     kind, dtype, whole = type(x), x.dtype, x.shape
+    on_cpu = kind is _ndarray
     if type(dy) is not kind or dy.dtype is not dtype or dy.shape != whole:
         return False
-    if bias_dtype is not None and bias_dtype is not _FLOAT32 and bias_dtype is not _FLOAT64:
+    if (
+        bias_dtype is not None
+        and bias_dtype is not _FLOAT32
+        and bias_dtype is not _FLOAT64
+        and (on_cpu or bias_dtype is not dtype)
+    ):
         return False
     wide = _STATISTICS_DTYPES.get(dtype, _FLOAT32)
     shape = layout.statistics_shape
     for array in statistics:
         if array is not None and (
-            type(array) is not kind or array.dtype is not wide or array.shape != shape
+            type(array) is not kind
+            or array.dtype is not wide
+            or array.shape != shape
+            or (on_cpu and not array.flags.carray)
         ):
             return False
     if weight is not None:
         if type(weight) is not kind or weight.shape != layout.parameters_shape:
             return False
         own = weight.dtype
-        if own is not _FLOAT32 and own is not _FLOAT64:
+        if own is not _FLOAT32 and own is not _FLOAT64 and (on_cpu or own is not dtype):
             return False
     if out is not None and (type(out) is not kind or out.shape != whole or out.dtype is not dtype):
         return False
-    if kind is not _ndarray:
-        sources = (None if out is one else one for one in (dy, x))
-        return _lie_as_usual_on_gpu(x, 1, out, *sources, weight, *statistics)
-    for array in (x, dy, *statistics):
-        if array is not None and not array.flags.carray:
-            return False
-    return out is None or _has_own_memory(out, None, (dy, x, weight, *statistics))
+    if on_cpu:
+        return (
+            x.flags.carray
+            and dy.flags.carray
+            and (out is None or _has_own_memory(out, None, (dy, x, weight, *statistics)))
+        )
+    sources = (None if out is one else one for one in (dy, x))
+    return _lie_as_usual_on_gpu(x, 1, out, *sources, weight, *statistics)
 
 
 def _lie_as_usual_on_gpu(x: Any, written: int, *given: Any) -> bool:

@@ -234,7 +234,7 @@ def test_overlap_of_gpu_arrays():
     memory = np.zeros((6, 8), np.float32)
     views = [
         memory, memory[:3], memory[3:], memory[:, ::2], memory[:, 1::2], memory[:, :4],
-        memory.T, memory[2:4, 2:6], memory.reshape(-1)[40:],
+        memory.T, memory[2:4, 2:6], memory.reshape(-1)[40:], memory[4:1:-1, 3:0:-2],
     ]  # fmt: skip
     for a in views:
         for b in views:

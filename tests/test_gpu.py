@@ -88,6 +88,7 @@ def test_usual_arrays_take_a_short_way(cupy, rng, monkeypatch, case, shape, dtyp
     """To the bits of the long one."""
     host = operands(rng, case or group(1), shape, dtype)
     x, dy, weight, bias = (None if a is None else cupy.asarray(a) for a in host)
+    bias = None if bias is None else bias.astype(dtype)
     found = []
     for short in (True, False):
         results = []

@@ -63,13 +63,14 @@ def calls(driver, dtype):
     wide = np.float64 if dtype == np.float64 else np.float32
     x, dy = driver.array(6, 4, 5, dtype=dtype), driver.array(6, 4, 5, dtype=dtype)
     weight, bias, mean, var = (driver.array(4, dtype=wide) for _ in range(4))
-    rows = driver.array(5, dtype=wide)
+    narrow, rows = driver.array(4, dtype=dtype), driver.array(5, dtype=wide)
     of_samples = driver.array(6, 4, dtype=wide)
     for arguments, options in (
         ((weight, bias, mean, var), {}),
         ((weight, None, mean, var), {"training": False}),
         ((), {}),
         ((None, bias), {"out": x}),
+        ((narrow, narrow, mean, var), {}),
     ):
         yield (
             lambda a=arguments, o=options: cunorm.batch_norm_forward(x, *a, **o),

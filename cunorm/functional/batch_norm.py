@@ -157,8 +157,8 @@ def batch_norm_forward(
     before weight and bias.
     """
     factor = checks.averaging_factor(momentum, exponential_average_factor)
-    here = arrays.usual_place(x)
-    if here is not None:
+    backend = arrays.usual_backend(x)
+    if backend is not None:
         shape = x.shape
         try:
             axis, number, training, eps, scale, geometry = _known_arguments(
@@ -172,10 +172,10 @@ def batch_norm_forward(
         ):
             y = empty_like_usual(x) if out is None else out
             rows = _apply(
-                here.backend, x, weight, bias, running_mean, running_var, training, eps,
+                backend, x, weight, bias, running_mean, running_var, training, eps,
                 scale, factor, geometry, y,
             )  # fmt: skip
-            mean, inv_std, residual = usual_rows(rows, (0, 1, 2), (number,))
+            mean, inv_std, residual = usual_rows(rows, (number,))
             bias_dtype = None if bias is None else bias.dtype
             fields = mean, inv_std, residual, training, axis, shape, bias_dtype
             return y, tuple.__new__(BatchNormSaved, fields)  # twice as quick

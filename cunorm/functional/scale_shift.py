@@ -12,6 +12,7 @@ from ..geometry import scale_shift_geometry
 from .common import (
     Layout,
     empty_like_usual,
+    flat,
     gradients_of,
     in_memory_order,
     lay,
@@ -67,8 +68,8 @@ def scale_shift_forward(
         For types and dtypes.
         Nothing has been modified then.
     """
-    here = arrays.usual_place(x)
-    if here is not None and type(scale) is type(x):
+    backend = arrays.usual_backend(x)
+    if backend is not None and type(scale) is type(x):
         layout = _layout_of(x.shape, x.dtype, channel_axis, scale.ndim == 2)
         shape = layout.parameters_shape
         if layout.plain is not None and checks.are_usual(
@@ -76,8 +77,8 @@ def scale_shift_forward(
         ):
             y = empty_like_usual(x) if out is None else out
             if len(shape) != 1:
-                scale, shift = scale.ravel(), None if shift is None else shift.ravel()
-            here.backend.transform.transform(x, None, None, None, scale, shift, layout.plain, y)
+                scale, shift = flat(scale), flat(shift)
+            backend.transform.transform(x, None, None, None, scale, shift, layout.plain, y)
             return y
 
     given = out
@@ -143,8 +144,8 @@ def scale_shift_backward(
     ValueError, TypeError
         As `scale_shift_forward`, and if dy and x do not belong together.
     """
-    here = arrays.usual_place(x)
-    if here is not None and type(scale) is type(x):
+    backend = arrays.usual_backend(x)
+    if backend is not None and type(scale) is type(x):
         layout, none = _layout_of(x.shape, x.dtype, channel_axis, scale.ndim == 2), (None,) * 3
         if layout.plain is not None and checks.are_usual_in_backward(
             dy, x, none, scale, None, out, layout
@@ -152,8 +153,8 @@ def scale_shift_backward(
             wanted = checks.mask(output_mask, "dx", "dscale", "dshift")
             if wanted[0] and (wanted[1] or wanted[2]):
                 return usual_gradients(
-                    here, dy, x, none, scale, False, layout, wanted,
-                    (scale.dtype, scale.dtype), out,
+                    backend, dy, x, none, scale, False, layout, wanted,
+                    (scale.dtype, scale.dtype), out, {},
                 )  # fmt: skip
 
     given = out
