@@ -150,6 +150,21 @@ def _cpu() -> Place:
     return Place(np, cpu_backend())
 
 
+def usual_backend(x: Any) -> ModuleType | None:
+    """What computes on x if it is one of NumPy's own arrays, or of CuPy's on the current GPU.
+
+    `adopt` has the last word about all others.
+    """
+    kind = type(x)
+    if kind is _ndarray:
+        return cpu_backend()
+    cupy = sys.modules.get("cupy")
+    if cupy is None or kind is not cupy.ndarray:
+        return None
+    here = x.data.device_id == cupy.cuda.runtime.getDevice()
+    return _gpu().backend if here else None
+
+
 def adopt(names: Sequence[str], *values: Any) -> tuple[Sequence[Any], Place]:
     """The arguments as arrays of NumPy or CuPy, and where they lie.
 
@@ -340,7 +355,7 @@ def view(name: str, array: Any) -> Any:
 def own(name: str, array: Any) -> Any:
     """An array of any library as one of NumPy or CuPy that may be written."""
     seen = view(name, array)
-    return seen if getattr(seen.flags, "writeable", True) else seen.copy()
+    return seen.copy() if isinstance(seen, _ndarray) and not seen.flags.writeable else seen
 
 
 def move(array: Any, device: str) -> Any:
@@ -396,17 +411,16 @@ def _is_aligned(array: Any) -> bool:
 
 def is_plain(array: Any) -> bool:
     """Whether an array is C-contiguous and aligned, as kernels need it."""
-    flags = array.flags
-    return flags.c_contiguous and getattr(flags, "aligned", True)
+    if isinstance(array, _ndarray):
+        flags = array.flags
+        return flags.c_contiguous and flags.aligned
+    plain: bool = array._c_contiguous  # all that CuPy's `flags`, an object of Python's, would say
+    return plain
 
 
 def all_plain(inputs: tuple[Any, ...], model: Any) -> bool:
     """Whether the inputs and the array that an output is like are all C-contiguous and aligned."""
-    for array in inputs if inputs and inputs[0] is model else (*inputs, model):
-        flags = array.flags  # is_plain, without a call for each
-        if not (flags.c_contiguous and getattr(flags, "aligned", True)):
-            return False
-    return True
+    return all(map(is_plain, inputs if inputs and inputs[0] is model else (*inputs, model)))
 
 
 def _lies_in(order: tuple[int, ...], array: Any) -> bool:
@@ -439,11 +453,28 @@ def header(array: Any) -> np.ndarray:
 
 def may_overlap(a: Any, b: Any) -> bool:
     """Whether the bounds of two arrays in memory overlap."""
-    if type(a) is np.ndarray:
+    if isinstance(a, _ndarray):
         return np.may_share_memory(a, b)
-    if a.flags.c_contiguous and b.flags.c_contiguous:  # spares the headers
-        return bool(a.data.ptr < b.data.ptr + b.nbytes and b.data.ptr < a.data.ptr + a.nbytes)
-    return np.may_share_memory(header(a), header(b))
+    (first, end), (other_first, other_end) = _bounds(a), _bounds(b)
+    return first < other_end and other_first < end
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """Where a CuPy array begins in memory, and where it ends."""
+    place = array.data.ptr
+    if array._c_contiguous:
+        return place, place + array.nbytes
+    before, after = _reach(array.shape, array.strides, array.itemsize)
+    return place - before, place + after
+
+
+@lru_cache(maxsize=1024)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Bytes of an array before its first element, and from there on."""
+    if 0 in shape:
+        return 0, 0
+    steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return -sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + itemsize
 
 
 def overlap(a: Any, b: Any) -> bool:

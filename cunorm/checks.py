@@ -182,7 +182,7 @@ def per_channel(
 
 
 def are_usual(
-    x: np.ndarray,
+    x: Any,
     shape: tuple[int, ...],
     weight: Any,
     bias: Any,
@@ -194,84 +194,122 @@ def are_usual(
 ) -> bool:
     """Whether the arguments of a forward call are what they are as a rule, and right.
 
-    All are NumPy arrays then, x and `out` C-contiguous, the others float32 and float64 ones of
-    this `shape`, and what is `written` has memory of its own. `parameter`, `running_statistics`
-    and `output` have nothing to say of these; they have the last word about all others.
+    x has a usual backend; all are of its type then, x and `out` C-contiguous, the others float32
+    and float64 ones (of a GPU's, of x's dtype too) of this `shape`, and what is `written` has
+    memory of its own (of a GPU's, `out` may be x).
+    `parameter`, `running_statistics` and `output` have nothing to say of these; they have the last
+    word about all others.
     """
-    if not x.flags.carray:
-        return False
+    kind = type(x)
     for array in (weight, bias, running_mean, running_var):
         if array is None:
             continue
-        if type(array) is not _ndarray:
+        if type(array) is not kind or array.shape != shape:
             return False
         dtype = array.dtype
-        if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or array.shape != shape:
+        if (
+            dtype is not _FLOAT32
+            and dtype is not _FLOAT64
+            and (kind is _ndarray or dtype is not x.dtype)
+        ):
             return False
+    if out is not None and (
+        type(out) is not kind or out.shape != x.shape or out.dtype is not x.dtype
+    ):
+        return False
+    if kind is not _ndarray:
+        source = None if out is x else x
+        return _lie_as_usual_on_gpu(
+            x, 3 if written else 1, out, running_mean, running_var, source, weight, bias
+        )
+    if not x.flags.carray:
+        return False
     if (
         written
         and (running_mean is not None or running_var is not None)
         and not _has_own_memory(running_mean, running_var, (x, weight, bias))
     ):
         return False
-    return out is None or (
-        type(out) is _ndarray
-        and out.shape == x.shape
-        and out.dtype is x.dtype
-        and _has_own_memory(out, None, (x, weight, bias, running_mean, running_var))
-    )
+    return out is None or _has_own_memory(out, None, (x, weight, bias, running_mean, running_var))
 
 
 def are_usual_in_backward(
     dy: Any,
-    x: np.ndarray,
-    saved: Any,
+    x: Any,
+    statistics: tuple[Any, ...],
     weight: Any,
     bias_dtype: Any,
     out: Any,
-    centered: bool,
     layout: Any,
 ) -> bool:
     """Whether the arguments of a backward call are what they are as a rule, and right.
 
-    All are NumPy arrays then, dy, x, `out` and what was saved C-contiguous, and `out` has memory
-    of its own.
+    x has a usual backend; all are of its type then, dy, x, `out` and what was saved, the
+    `statistics`, C-contiguous, the parameters as in a forward call, and `out` has memory of its
+    own (of a GPU's, it may be dy or x). Of the statistics any may be None.
     """
-    dtype = x.dtype
+    kind, dtype, whole = type(x), x.dtype, x.shape
+    on_cpu = kind is _ndarray
+    if type(dy) is not kind or dy.dtype is not dtype or dy.shape != whole:
+        return False
     if (
-        type(dy) is not _ndarray
-        or dy.dtype is not dtype
-        or dy.shape != saved.shape
-        or not (x.flags.carray and dy.flags.carray)
+        bias_dtype is not None
+        and bias_dtype is not _FLOAT32
+        and bias_dtype is not _FLOAT64
+        and (on_cpu or bias_dtype is not dtype)
     ):
         return False
-    mean, inv_std, residual = saved.mean, saved.inv_std, saved.residual
-    if inv_std is None or (mean is None) is centered or not (centered or residual is None):
-        return False
-    if bias_dtype is not None and bias_dtype is not _FLOAT32 and bias_dtype is not _FLOAT64:
-        return False
-    statistics = _STATISTICS_DTYPES.get(dtype, _FLOAT32)
+    wide = _STATISTICS_DTYPES.get(dtype, _FLOAT32)
     shape = layout.statistics_shape
-    for array in (inv_std, mean, residual):
+    for array in statistics:
         if array is not None and (
-            type(array) is not _ndarray
-            or array.dtype is not statistics
+            type(array) is not kind
+            or array.dtype is not wide
             or array.shape != shape
-            or not array.flags.carray
+            or (on_cpu and not array.flags.carray)
         ):
             return False
     if weight is not None:
-        if type(weight) is not _ndarray or weight.shape != layout.parameters_shape:
+        if type(weight) is not kind or weight.shape != layout.parameters_shape:
             return False
         own = weight.dtype
-        if own is not _FLOAT32 and own is not _FLOAT64:
+        if own is not _FLOAT32 and own is not _FLOAT64 and (on_cpu or own is not dtype):
             return False
-    return out is None or (
-        type(out) is _ndarray
-        and out.shape == saved.shape
-        and out.dtype is dtype
-        and _has_own_memory(out, None, (dy, x, weight, mean, inv_std, residual))
-    )
+    if out is not None and (type(out) is not kind or out.shape != whole or out.dtype is not dtype):
+        return False
+    if on_cpu:
+        return (
+            x.flags.carray
+            and dy.flags.carray
+            and (out is None or _has_own_memory(out, None, (dy, x, weight, *statistics)))
+        )
+    sources = (None if out is one else one for one in (dy, x))
+    return _lie_as_usual_on_gpu(x, 1, out, *sources, weight, *statistics)
+
+
+def _lie_as_usual_on_gpu(x: Any, written: int, *given: Any) -> bool:
+    """Whether arrays of CuPy's are C-contiguous, aligned and on the GPU of x.
+
+    The first of them, as many as are `written`, lie apart from all others then.
+    """
+    device = x.data.device_id
+    spans: list[tuple[int, int]] = []
+    for number, array in enumerate(given):
+        if array is None:
+            continue
+        data = array.data
+        first = data.ptr
+        if data.device_id != device or not array._c_contiguous or first % array.itemsize:
+            return False
+        if number >= written and not spans:
+            continue
+        end = first + array.nbytes
+        for begin, stop in spans:
+            if first < stop and begin < end:
+                return False
+        if number < written:
+            spans.append((first, end))
+    return True
 
 
 def parameter(

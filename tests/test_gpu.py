@@ -13,6 +13,7 @@ from cases import group, instance, layer, operands, rms, scale_shift
 from tolerances import assert_within
 
 import cunorm
+from cunorm import arrays, checks
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -66,6 +67,54 @@ def test_other_norms(cupy, rng, case, shape):
         for gradient, right in zip(gradients, expected, strict=True):
             if gradient is not None:
                 np.testing.assert_allclose(gradient.get(), right, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        (None, (6, 4, 50)),
+        (layer(), (6, 40)),
+        (layer(1), (6, 4, 50)),
+        (rms(), (6, 40)),
+        (group(2), (3, 4, 50)),
+        (instance(), (3, 4, 50)),
+        (scale_shift(False), (3, 4, 50)),
+        (scale_shift(True), (3, 4, 50)),
+    ],
+    ids=str,
+)
+def test_usual_arrays_take_a_short_way(cupy, rng, monkeypatch, case, shape, dtype):
+    """To the bits of the long one."""
+    host = operands(rng, case or group(1), shape, dtype)
+    x, dy, weight, bias = (None if a is None else cupy.asarray(a) for a in host)
+    bias = None if bias is None else bias.astype(dtype)
+    found = []
+    for short in (True, False):
+        results = []
+        with monkeypatch.context() as patch:
+            if short:
+                patch.setattr(arrays, "adopt", None)
+            else:
+                patch.setattr(checks, "are_usual", lambda *_, **__: False)
+                patch.setattr(checks, "are_usual_in_backward", lambda *_, **__: False)
+            if case is None:
+                running = [cupy.full(4, value, weight.dtype) for value in (0.25, 2)]
+                for options in ({}, {"training": False}, {"out": cupy.empty_like(x)}):
+                    y, saved = cunorm.batch_norm_forward(x, weight, bias, *running, **options)
+                    gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
+                    results += [y, *saved[:3], *running, *gradients]
+                twice = x.copy()
+                results += cunorm.batch_norm_forward(twice, weight, bias, out=twice)[:1]
+            else:
+                y, saved = case.forward(x, weight, bias)
+                kept = [] if saved is None else saved[:3]
+                results += [y, *kept, *case.backward(dy, x, saved, weight)]
+        found.append([None if a is None else a.get() for a in results])
+    for one, other in zip(*found, strict=True):
+        if one is not None:
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
 
 
 def test_layer(cupy, rng):

@@ -119,7 +119,7 @@ def backward(
     if wanted and (plan.rows or geometry.parameters < geometry.batch * geometry.group):
         blocks = plan.sample_blocks if plan.rows else geometry.batch
         dtype = statistics_dtype(x.dtype)
-        gradients = source.array_module().empty((blocks, 2, geometry.parameters), dtype)
+        gradients = source.array_module().ndarray((blocks, 2, geometry.parameters), dtype)
         options["gradients"] = source.pointer(gradients)
     else:
         options["dweight"], options["dbias"] = dweight, dbias
@@ -160,7 +160,7 @@ def _stream(
     channels = geometry.statistics if plan.rows else geometry.batch * geometry.group
     number, each = geometry.statistics, dtype.itemsize
     partial_bytes = PARTIAL_SUMS * plan.parts * channels * 8
-    space = source.array_module().empty(partial_bytes + 2 * (channels + number) * each, "uint8")
+    space = source.array_module().ndarray(partial_bytes + 2 * (channels + number) * each, "uint8")
     partials = source.pointer(space)
     place = partials + partial_bytes
     sums = place, place + channels * each  # of every channel, or row

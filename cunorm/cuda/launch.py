@@ -738,6 +738,7 @@ def elementwise(
     return _first(ELEMENTWISE, problem)
 
 
+@lru_cache(maxsize=4096)
 def adding(columns: int, dtype: np.dtype, numbers: int) -> Launch:
     """How to add up so many columns of numbers, in an accumulator type, over rows (add_up.cu)."""
     threads = _ADDING_THREADS

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..arrays import LEAST_CAPABILITY
 from .launch import Device
@@ -91,17 +90,14 @@ def launch(
 
     ``arguments`` is the structure that the kernel takes, by value.
     """
-    key = array_module().cuda.runtime.getDevice(), name, options
+    cupy = array_module()
+    key = cupy.cuda.runtime.getDevice(), name, options
     function = _functions.get(key)
     if function is None:
         function = _functions[key] = _function(file, name, options)
-    structure = np.frombuffer(arguments, _structure(len(arguments)))  # one, taken by value
-    function((blocks,), (threads,), (structure,), shared)
-
-
-@cache
-def _structure(size: int) -> np.dtype[np.void]:
-    return np.dtype((np.void, size))
+    structure = ctypes.create_string_buffer(arguments)  # of which the driver makes a copy
+    address = cupy.cuda.function.CPointer(ctypes.addressof(structure))  # quicker than an array
+    function((blocks,), (threads,), (address,), shared)
 
 
 def _function(file: str, name: str, options: tuple[str, ...]) -> Any:

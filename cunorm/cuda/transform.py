@@ -60,7 +60,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     lie = launch.alignment(source_place, target)
     plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device())
     xp = source.array_module()
-    statistics = xp.empty((4, geometry.statistics), statistics_dtype(x.dtype))
+    statistics = xp.ndarray((4, geometry.statistics), statistics_dtype(x.dtype))
     running_mean, running_var = dense(running_mean), dense(running_var)
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, 0, source.pointer(statistics),
@@ -95,7 +95,7 @@ def normalize(
         rows += PARTIAL_MOMENTS * plan.parts * channels * (8 // dtype.itemsize)
     if plan.ahead:  # then counters, at most one more than channels, and coefficients
         rows += 2 + COEFFICIENTS
-    statistics = source.array_module().empty((rows, number), dtype)
+    statistics = source.array_module().ndarray((rows, number), dtype)
     place, row = source.pointer(statistics), number * dtype.itemsize
     arguments = _ARGUMENTS.pack(
         source_place, target, 0, 0, 0, place + 4 * row, place,

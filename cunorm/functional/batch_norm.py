@@ -20,6 +20,7 @@ from .common import (
     running_scale,
     split_mean,
     statistics_of_nothing,
+    usual_rows,
 )
 
 __all__ = [
@@ -156,10 +157,12 @@ def batch_norm_forward(
     before weight and bias.
     """
     factor = checks.averaging_factor(momentum, exponential_average_factor)
-    if type(x) is np.ndarray:
+    backend = arrays.usual_backend(x)
+    if backend is not None:
+        shape = x.shape
         try:
             axis, number, training, eps, scale, geometry = _known_arguments(
-                x.shape, x.dtype, channel_axis, training, eps, correction,
+                shape, x.dtype, channel_axis, training, eps, correction,
                 running_mean is not None, running_var is not None,
             )  # fmt: skip
         except TypeError:  # of an argument without a hash, or wrong: see below
@@ -169,11 +172,12 @@ def batch_norm_forward(
         ):
             y = empty_like_usual(x) if out is None else out
             rows = _apply(
-                arrays.cpu_backend(), x, weight, bias, running_mean, running_var, training, eps,
+                backend, x, weight, bias, running_mean, running_var, training, eps,
                 scale, factor, geometry, y,
             )  # fmt: skip
+            mean, inv_std, residual = usual_rows(rows, (number,))
             bias_dtype = None if bias is None else bias.dtype
-            fields = rows[0], rows[1], rows[2], training, axis, x.shape, bias_dtype
+            fields = mean, inv_std, residual, training, axis, shape, bias_dtype
             return y, tuple.__new__(BatchNormSaved, fields)  # twice as quick
 
     given = out

@@ -16,6 +16,8 @@ from ..geometry import Geometry
 
 __all__ = ["Layout"]
 
+_ndarray = np.ndarray  # found sooner
+
 
 class Layout(NamedTuple):
     """How the statistics and the parameters of a norm lie on x.
@@ -134,23 +136,19 @@ def forward(
     """
     if not centered:
         options["centered"] = False
-    kept = (0, 1, 2) if centered else (1,)  # of the rows that the verb returns
-    if type(x) is np.ndarray:
+    backend = arrays.usual_backend(x)
+    if backend is not None:
         layout, eps = known_of(x)
         if layout.plain is not None and checks.are_usual(
             x, layout.parameters_shape, weight, bias, None, None, out, written=False
         ):
             y = empty_like_usual(x) if out is None else out
             if len(layout.parameters_shape) != 1:
-                weight = None if weight is None else weight.ravel()
-                bias = None if bias is None else bias.ravel()
-            rows = arrays.cpu_backend().transform.normalize(
+                weight, bias = flat(weight), flat(bias)
+            rows = backend.transform.normalize(
                 x, weight, bias, None, None, eps, 1.0, 0.0, layout.plain, y, **options
             )
-            shape = layout.statistics_shape
-            if len(shape) != 1:
-                rows = rows.reshape(len(rows), *shape)
-            statistics = [rows[i, ...] for i in kept]
+            statistics = usual_rows(rows, layout.statistics_shape, centered)
             return y, statistics, layout, (x.shape, None if bias is None else bias.dtype)
 
     given = out
@@ -164,15 +162,40 @@ def forward(
         checks.output(out, x, ("x",), x=x, weight=weight, bias=bias)
     with place:
         y, rows = normalize(place, x, weight, bias, eps, layout, out, **options)
-        statistics = [rows[i, ...] for i in kept]  # arrays, even of shape ()
-        y, *statistics = place.export(y, *statistics, given=given)
-        return y, statistics, layout, (x.shape, None if bias is None else bias.dtype)
+        kept = (0, 1, 2) if centered else (1,)
+        statistics = tuple(rows[i, ...] for i in kept)  # arrays, even of shape ()
+        y, *exported = place.export(y, *statistics, given=given)
+        return y, exported, layout, (x.shape, None if bias is None else bias.dtype)
 
 
-def empty_like_usual(x: np.ndarray) -> Any:
-    """`cpu.memory.empty_like` of a C-contiguous array, which is quicker."""
-    small = x.nbytes < cpu_memory.LARGE_BYTES
-    return np.empty(x.shape, x.dtype) if small else cpu_memory.empty_like(x)
+def empty_like_usual(x: Any) -> Any:
+    """A new array like a C-contiguous one that has a usual backend, made quickly."""
+    kind = type(x)
+    if kind is _ndarray and x.nbytes >= cpu_memory.LARGE_BYTES:
+        return cpu_memory.empty_like(x)
+    return kind(x.shape, x.dtype)
+
+
+def flat(values: Any) -> Any:
+    """Values in one dimension, if they are NumPy's; of CuPy's, kernels take the address alone."""
+    return values.ravel() if type(values) is _ndarray else values
+
+
+def usual_rows(rows: Any, shape: tuple[int, ...], centered: bool = True) -> tuple[Any, ...]:
+    """Mean, inv_std and residual from a verb's rows, or inv_std alone, in this shape.
+
+    A view of CuPy's takes longer to make than an array in the same memory.
+    """
+    kind = type(rows)
+    if kind is _ndarray:
+        if len(shape) != 1:
+            rows = rows.reshape(len(rows), *shape)
+        return (rows[0, ...], rows[1, ...], rows[2, ...]) if centered else (rows[1, ...],)
+    dtype, place, step = rows.dtype, rows.data, rows.strides[0]
+    inv_std = kind(shape, dtype, place + step)
+    if not centered:
+        return (inv_std,)
+    return kind(shape, dtype, place), inv_std, kind(shape, dtype, place + 2 * step)
 
 
 def normalize(
@@ -249,18 +272,22 @@ def backward(
     wanted = checks.mask(output_mask, *names)
     if not centered:
         wanted = (*wanted, False)
-    if type(x) is np.ndarray and x.shape == saved.shape:
+    backend = arrays.usual_backend(x)
+    if backend is not None and x.shape == saved.shape:
         layout = layout_of(x)
+        statistics = mean, residual, inv_std = saved.mean, saved.residual, saved.inv_std
         if (
             layout.plain is not None
+            and inv_std is not None
+            and (mean is not None if centered else mean is residual is None)
             and wanted[0]
             and (training or wanted[1] or wanted[2])
-            and checks.are_usual_in_backward(
-                dy, x, saved, weight, bias_dtype, out, centered, layout
-            )
+            and checks.are_usual_in_backward(dy, x, statistics, weight, bias_dtype, out, layout)
         ):
-            return _usual_gradients(
-                dy, x, saved, weight, training, layout, wanted, bias_dtype, out, options
+            dtype = inv_std.dtype
+            dtypes = dtype if weight is None else weight.dtype, bias_dtype or dtype
+            return usual_gradients(
+                backend, dy, x, statistics, weight, training, layout, wanted, dtypes, out, options
             )
 
     given = out
@@ -285,32 +312,33 @@ def backward(
         return dx, dweight, dbias
 
 
-def _usual_gradients(
+def usual_gradients(
+    backend: Any,
     dy: Any,
     x: Any,
-    saved: Any,
+    statistics: tuple[Any, ...],
     weight: Any,
     training: bool,
     layout: Layout,
     wanted: tuple[bool, ...],
-    bias_dtype: Any,
+    dtypes: tuple[Any, Any],
     out: Any,
     options: dict[str, Any],
 ) -> tuple[Array, Array | None, Array | None]:
-    """What `gradients_of` computes, of arguments that need no more than that."""
-    mean, inv_std, residual = saved.mean, saved.inv_std, saved.residual
-    if inv_std.ndim != 1:
-        inv_std = inv_std.ravel()
-        mean, residual = (None if one is None else one.ravel() for one in (mean, residual))
-    dtype, parameters_shape = inv_std.dtype, layout.parameters_shape
-    dx, dweight, dbias = empty_like_usual(x) if out is None else out, None, None
-    if wanted[1]:
-        dweight = np.empty(parameters_shape, dtype if weight is None else weight.dtype)
-    if wanted[2]:
-        dbias = np.empty(parameters_shape, bias_dtype or dtype)
-    if weight is not None and weight.ndim != 1:
-        weight = weight.ravel()
-    arrays.cpu_backend().backward.backward(
+    """What `gradients_of` computes, of arguments that need no more than that.
+
+    The `statistics` are mean, residual and inv_std.
+    """
+    mean, residual, inv_std = statistics
+    if len(layout.statistics_shape) != 1:
+        mean, residual, inv_std = flat(mean), flat(residual), flat(inv_std)
+    kind, shape = type(x), layout.parameters_shape
+    dx = empty_like_usual(x) if out is None else out
+    dweight = kind(shape, dtypes[0]) if wanted[1] else None
+    dbias = kind(shape, dtypes[1]) if wanted[2] else None
+    if len(shape) != 1:
+        weight = flat(weight)
+    backend.backward.backward(
         dy, x, mean, residual, inv_std, weight, training, layout.plain, dx, dweight, dbias,
         **options,
     )  # fmt: skip
@@ -503,8 +531,7 @@ def as_dtype(array: Any, dtype: np.dtype) -> Any:
     """The array in a dtype and contiguous; itself where it is so already."""
     if array is None:
         return None
-    flags = array.flags  # is_plain, without a call
-    if array.dtype is dtype and flags.c_contiguous and getattr(flags, "aligned", True):
+    if array.dtype is dtype and arrays.is_plain(array):
         return array
     with np.errstate(all="ignore"):
         return array.astype(dtype, order="C")

@@ -9,7 +9,15 @@ import numpy as np
 from .. import arrays, checks
 from ..arrays import Array
 from ..geometry import scale_shift_geometry
-from .common import Layout, gradients_of, in_memory_order, lay
+from .common import (
+    Layout,
+    empty_like_usual,
+    flat,
+    gradients_of,
+    in_memory_order,
+    lay,
+    usual_gradients,
+)
 
 __all__ = ["scale_shift_backward", "scale_shift_forward"]
 
@@ -60,6 +68,19 @@ def scale_shift_forward(
         For types and dtypes.
         Nothing has been modified then.
     """
+    backend = arrays.usual_backend(x)
+    if backend is not None and type(scale) is type(x):
+        layout = _layout_of(x.shape, x.dtype, channel_axis, scale.ndim == 2)
+        shape = layout.parameters_shape
+        if layout.plain is not None and checks.are_usual(
+            x, shape, scale, shift, None, None, out, written=False
+        ):
+            y = empty_like_usual(x) if out is None else out
+            if len(shape) != 1:
+                scale, shift = flat(scale), flat(shift)
+            backend.transform.transform(x, None, None, None, scale, shift, layout.plain, y)
+            return y
+
     given = out
     (x, scale, shift, out), place = arrays.adopt(
         ("x", "scale", "shift", "out"), x, scale, shift, out
@@ -123,6 +144,19 @@ def scale_shift_backward(
     ValueError, TypeError
         As `scale_shift_forward`, and if dy and x do not belong together.
     """
+    backend = arrays.usual_backend(x)
+    if backend is not None and type(scale) is type(x):
+        layout, none = _layout_of(x.shape, x.dtype, channel_axis, scale.ndim == 2), (None,) * 3
+        if layout.plain is not None and checks.are_usual_in_backward(
+            dy, x, none, scale, None, out, layout
+        ):
+            wanted = checks.mask(output_mask, "dx", "dscale", "dshift")
+            if wanted[0] and (wanted[1] or wanted[2]):
+                return usual_gradients(
+                    backend, dy, x, none, scale, False, layout, wanted,
+                    (scale.dtype, scale.dtype), out, {},
+                )  # fmt: skip
+
     given = out
     (dy, x, scale, out), place = arrays.adopt(("dy", "x", "scale", "out"), dy, x, scale, out)
     layout = _layout(x, scale, channel_axis)

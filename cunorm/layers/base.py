@@ -112,7 +112,11 @@ class Layer:
         trains = [name in self.parameters for name in self._trained]
         dx, *found = function(dy, *inputs, self.weight, output_mask=(True, *trains), **options)
         named = zip(self._trained, found, strict=False)  # there may be no bias
-        self._gradients = {name: arrays.own(name, a) for name, a in named if a is not None}
+        self._gradients = {
+            name: arrays.own(name, a) if arrays.usual_backend(a) is None else a  # as a rule
+            for name, a in named
+            if a is not None
+        }
         self._cache = None
         return dx
 

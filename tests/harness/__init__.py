@@ -86,6 +86,8 @@ class PoisonedNumPy:
         array.view(np.uint8).reshape(-1)[...] = 0xFF
         return array
 
+    ndarray = empty
+
     @staticmethod
     def empty_like(array):
         fresh = np.empty_like(array)
