@@ -55,17 +55,24 @@ CASES = [
 
 
 def host_times(cupy, torch):
-    """Time that a call of a tiny batch norm keeps the host busy, in seconds."""
+    """Time that calls of tiny norms keep the host busy, in seconds.
+
+    So few calls in a row that the GPU's queue has room for all.
+    """
     x = cupy.ones((8, 16, 4, 4), cupy.float32)
     weight, bias = cupy.ones(16, cupy.float32), cupy.zeros(16, cupy.float32)
     mean, var = cupy.zeros(16, cupy.float32), cupy.ones(16, cupy.float32)
     _, saved = cunorm.batch_norm_forward(x, weight, bias, mean, var)
     layer = cunorm.BatchNorm(16).to("cuda")
+    _, of_rows = cunorm.layer_norm_forward(x, axis=1)
     calls = {
         "forward": lambda: cunorm.batch_norm_forward(x, weight, bias, mean, var),
         "inference": lambda: cunorm.batch_norm_forward(x, weight, bias, mean, var, training=False),
         "backward": lambda: cunorm.batch_norm_backward(x, x, saved, weight),
         "layer forward": lambda: layer(x),
+        "layer norm forward": lambda: cunorm.layer_norm_forward(x, axis=1),
+        "layer norm backward": lambda: cunorm.layer_norm_backward(x, x, of_rows),
+        "scale-shift forward": lambda: cunorm.scale_shift_forward(x, weight, bias),
         "cupy empty": lambda: cupy.empty((8, 16, 4, 4), cupy.float32),
     }
     if torch is not None:
@@ -75,9 +82,9 @@ def host_times(cupy, torch):
     for name, call in calls.items():
         call()
         samples = []
-        for _ in range(15):
+        for _ in range(60):
             cupy.cuda.runtime.deviceSynchronize()
-            samples.append(timeit.timeit(call, number=200) / 200)
+            samples.append(timeit.timeit(call, number=40) / 40)
         times[name] = statistics.median(samples)
     return times
 

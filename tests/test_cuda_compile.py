@@ -154,3 +154,6 @@ def test_clusters():
         code = nvrtc.disassemble(made.cubin)[name]
         assert code.count("UCGABAR_ARV") == 2
         assert code.count("UCGABAR_WAIT") >= 2
+        # What is written is there, and what is read has come, before others are told.
+        for before in code.split("UCGABAR_ARV")[:-1]:
+            assert "MEMBAR" in before.rpartition("UCGABAR")[2], f"{name}: a relaxed arrival"
