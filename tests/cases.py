@@ -12,6 +12,7 @@ import tolerances
 from tolerances import assert_within
 
 import cunorm
+from cunorm.cuda import launch
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
@@ -178,3 +179,9 @@ def _reference(case, x, dy, weight, bias):
         weight = weight.astype(np.float64) + case.weight_offset
     result = reference.forward(x, weight, bias, norm=norm, **given)
     return result, reference.backward(dy, x, weight, norm=norm, **given)
+
+
+def forget_plans():
+    """Before plans are made otherwise, and after."""
+    for find in (launch.plan, launch.sweep, launch.elementwise):
+        find.cache_clear()

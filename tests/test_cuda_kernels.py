@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference
 import tolerances
-from cases import check, group, instance, layer, operands, rms, scale_shift
+from cases import check, forget_plans, group, instance, layer, operands, rms, scale_shift
 from cases import check_forward as check_forward_of
 from test_batch_norm import check_backward, check_forward
 from test_double_backward import check_batch_norm, check_layer_norm
@@ -38,11 +38,6 @@ COLUMNS = [
     ((400, 9), -1),
     ((3, 130), -1),
 ]
-
-
-def forget_plans():
-    for find in (launch.plan, launch.sweep, launch.elementwise):
-        find.cache_clear()
 
 
 @pytest.fixture

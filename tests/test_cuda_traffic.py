@@ -7,7 +7,7 @@ whose elements have parameters of their own, read these anew, from the caches.
 
 import numpy as np
 import pytest
-from cases import group, instance, layer, operands, rms, scale_shift
+from cases import forget_plans, group, instance, layer, operands, rms, scale_shift
 
 import cunorm
 from cunorm.cuda import launch
@@ -57,11 +57,6 @@ def operation(name, x, dy, out, axis):
             dy, x, saved, weight, output_mask=(False, True, True)
         )
     return lambda: cunorm.batch_norm_backward(dy, x, saved, weight, out=out)
-
-
-def forget_plans():
-    for find in (launch.plan, launch.sweep, launch.elementwise):
-        find.cache_clear()
 
 
 @pytest.fixture
