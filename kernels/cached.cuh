@@ -40,10 +40,9 @@ __device__ inline Shelf shelf_of(unsigned char* shared) {
     return {reinterpret_cast<Vector*>(shared + HEADER + 16)};
 }
 
-// Of thread 0, for all threads of the block.
+// Of thread 0, for all threads of the block, which meet before the next.
 template <class Find> __device__ inline unsigned find_once(unsigned char* shared, Find find) {
     auto* const word = reinterpret_cast<unsigned*>(shared + HEADER);
-    __syncthreads();
     if (threadIdx.x == 0) *word = find();
     __syncthreads();
     return *word;

@@ -184,7 +184,7 @@ MUTANTS = {
     "weight left out of the sums of a group": (
         "test_candidate_of_norms and block and 50",
         "backward.cu",
-        "return total.times(weight_of(a, work.parameter + p));",
+        "return total.times(known.weight(a));",
         "return total;",
     ),
     "weight of another channel in streamed sums": (
@@ -220,8 +220,8 @@ MUTANTS = {
     "gradients of one tile for all": (
         "test_candidate_of_norms and block and 600",
         "rows.cu",
-        "kept.at(0, n * TILE + i, lane",
-        "kept.at(0, i, lane",
+        "kept.add(0, n * TILE + i, of_weight",
+        "kept.add(0, i, of_weight",
     ),
     "a warp's terms left out": (
         "test_candidate_of_norms and block and instance",
@@ -330,12 +330,6 @@ MUTANTS = {
         "backward_cached.cu",
         "b.cut, second.channel);",
         "b.cut, 0);",
-    ),
-    "lost barrier before a part arrives": (
-        "test_candidate and cached and 1030",
-        "cached.cuh",
-        "    __syncthreads();\n    if (threadIdx.x == 0) *word",
-        "    if (threadIdx.x == 0) *word",
     ),
     "another block's word": (
         "test_candidate and cached and 1030",
