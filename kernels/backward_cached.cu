@@ -10,7 +10,7 @@ struct BackwardCachedArguments {
 // A block takes one part of its channels for partials[channel, part] = (sum_dy, sum_dy_xmu), and
 // one of others for its dx. Shared memory: one partial result of each warp and position, or the
 // coefficients of every position; a word; dy and x of the latter part.
-CACHED_KERNEL backward_cached(const BackwardCachedArguments a) {
+LEAN_KERNEL backward_cached(const BackwardCachedArguments a) {
     SHARED_MEMORY(shared);
     const BackwardArguments& b = a.backward;
     const int tiles = static_cast<int>(b.cut.tiles);

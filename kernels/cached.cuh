@@ -13,13 +13,6 @@
 
 #include "reduce.cuh"
 
-// Where a block waits, others on its multiprocessor do not: 1024 threads of whole runs share one.
-// Other layouts and wider numbers have the registers that they need for not spilling.
-constexpr bool MANY_REGISTERS =
-    !ALIGNED || WIDE || sizeof(Vector) == 2 || sizeof(Element) == 8;
-#define CACHED_KERNEL \
-    extern "C" __global__ void __launch_bounds__(THREADS, (MANY_REGISTERS ? 512 : 1024) / THREADS)
-
 static_assert(GROUP == THREADS && !COLUMNS, "a block has a part of one channel");
 
 struct Tickets {

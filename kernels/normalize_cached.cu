@@ -10,7 +10,7 @@ struct NormalizeCachedArguments {
 // A block takes one part of its channels for partials[channel, part] = (mean, m2, count), and one
 // of others to transform it. Shared memory: one partial result of each warp and position, or the
 // coefficients of every position; a word; the part that is transformed.
-CACHED_KERNEL normalize_cached(const NormalizeCachedArguments a) {
+LEAN_KERNEL normalize_cached(const NormalizeCachedArguments a) {
     SHARED_MEMORY(shared);
     const TransformArguments& t = a.transform;
     const int tiles = static_cast<int>(t.cut.tiles);

@@ -12,7 +12,7 @@ struct MomentsArguments {
 //
 // A group of threads takes one part of its channels, reading x once; partials[channel,
 // part] = (mean, m2, count). Shared memory: one partial result of each warp and position.
-KERNEL moments(const MomentsArguments a) {
+LEAN_KERNEL moments(const MomentsArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, false);
     take_moments(a.x, a.geometry, a.cut, work, shared, a.partials);

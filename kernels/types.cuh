@@ -53,6 +53,12 @@ constexpr int GROUP_LANES = GROUP < 32 ? GROUP : 32;  // of a warp that share a 
 
 // A multiprocessor's registers hold 512 threads of 128.
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
+// Of kernels that hold nothing it holds 1024: where a block waits for memory, or for other blocks,
+// the next does not. Layouts and types that would spill so have as many registers as others.
+constexpr bool MANY_REGISTERS = COLUMNS || !ALIGNED || WIDE || sizeof(Element) * WIDTH == 2
+                             || sizeof(Element) == 8;
+#define LEAN_KERNEL \
+    extern "C" __global__ void __launch_bounds__(THREADS, (MANY_REGISTERS ? 512 : 1024) / THREADS)
 #if CLUSTER > 1
 #define CLUSTER_KERNEL KERNEL __cluster_dims__(CLUSTER, 1, 1)
 #else

@@ -42,7 +42,7 @@ def driver(monkeypatch):
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     driver = Driver(cupy)
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
-    monkeypatch.setattr(source, "device", lambda: Device(90, 132, 227 << 10, 228 << 10))
+    monkeypatch.setattr(source, "device", lambda: Device(90, 132, 227 << 10, 228 << 10, 60 << 20))
     monkeypatch.setattr(source, "launch", driver.launch)
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(driver.allocate)
