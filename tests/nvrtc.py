@@ -63,6 +63,7 @@ LAYOUTS = {
     "cached, 64-bit": (channels(16, 512, 1 << 18), _PLAIN),
     "rows, part of a warp": (row_norm_geometry((131072, 128), 1), _PLAIN),
     "rows, block": (row_norm_geometry((16384, 4096), 1), _PLAIN),
+    "rows, about zero": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, cluster": (row_norm_geometry((64, 81920), 1), _PLAIN),
     "rows, alone": (row_norm_geometry((64, 163840), 1), _PLAIN),
     "rows, stream": (row_norm_geometry((2, 1 << 22), 1), _PLAIN),
@@ -89,7 +90,8 @@ def specialization(layout, dtype, operands, architecture):
     """Macros of the plan for a layout, on a device with or without clusters."""
     geometry, lie = LAYOUTS[layout]
     device = _LARGE if architecture >= 90 else _SMALL
-    return launch.plan(geometry, dtype, operands, lie, device).options
+    centered = not layout.endswith("about zero")
+    return launch.plan(geometry, dtype, operands, lie, device, centered).options
 
 
 @cache

@@ -23,6 +23,7 @@ MAIN = [
     "cached",
     "rows, part of a warp",
     "rows, block",
+    "rows, about zero",
     "rows, stream",
 ]
 
