@@ -59,8 +59,8 @@ KERNEL add_up(const AddUpArguments a) {
     const Offset parameter = static_cast<Offset>(blockIdx.x) * 32 + threadIdx.x % 32;
     const auto read_block = [&](Offset block, Accumulator& weight, Accumulator& bias) {
         const Accumulator* place = a.gradients + planes * block * parameters + parameter;
-        weight = read_last(place);
-        bias = read_last(place + (planes - 1) * parameters);  // of one plane weights, for no dbias
+        weight = read(place);
+        bias = read(place + (planes - 1) * parameters);  // of one plane weights, for no dbias
     };
     ColumnSums sum;
     if (!sum_rows(shared, static_cast<Offset>(a.blocks), parameter < parameters, sum, read_block))
@@ -83,8 +83,8 @@ KERNEL update_running(const UpdateRunningArguments a) {
     const Offset channels = static_cast<Offset>(a.channels);
     const Offset channel = static_cast<Offset>(blockIdx.x) * 32 + threadIdx.x % 32;
     const auto read_sample = [&](Offset sample, Accumulator& mean, Accumulator& var) {
-        mean = read_last(a.mean + sample * channels + channel);
-        var = read_last(a.var + sample * channels + channel);
+        mean = read(a.mean + sample * channels + channel);
+        var = read(a.var + sample * channels + channel);
     };
     ColumnSums sum;
     if (!sum_rows(shared, static_cast<Offset>(a.samples), channel < channels, sum, read_sample))

@@ -79,8 +79,8 @@ KERNEL input_gradient(const BackwardArguments a) {
     Cursor cursor(a.geometry, a.cut, work);
     Tile tile(cursor);
     Vector dy[TILE], x[TILE];
-    tile.load<true>(a.dy, dy);
-    tile.load<true>(a.x, x);
+    tile.load(a.dy, dy);
+    tile.load(a.x, x);
 
     Coefficients coefficients[STATISTICS];
     distribute(coefficients, shared, work, [&](Offset p) {
@@ -96,8 +96,8 @@ KERNEL input_gradient(const BackwardArguments a) {
         read_weights(a, work, tile, weight);
         gradient_tile(a, tile, dy, x, coefficients, weight);
         tile = Tile(cursor);
-        tile.load<true>(a.dy, dy);
-        tile.load<true>(a.x, x);
+        tile.load(a.dy, dy);
+        tile.load(a.x, x);
     }
     read_weights(a, work, tile, weight);
     gradient_tile(a, tile, dy, x, coefficients, weight);
@@ -130,8 +130,8 @@ CLUSTER_KERNEL backward(const BackwardArguments a) {
     Cursor end(a.geometry, a.cut, work, last);
     const Tile tile(end);
     Vector dy[TILE], x[TILE];
-    tile.load<true>(a.dy, dy);
-    tile.load<true>(a.x, x);
+    tile.load(a.dy, dy);
+    tile.load(a.x, x);
 
     Accumulator mean[STATISTICS];
     read_means(a, work, mean);

@@ -43,7 +43,7 @@ KERNEL double_reduce(const DoubleArguments a) {
     for (long long n = 0; n < a.cut.tiles; ++n) {
         const Tile tile(cursor);
         Inputs in;
-        in.load<false>(a, tile);
+        in.load(a, tile);
         add_tile(a, work, values, tile, in, mean);
         if (!a.training) outputs_of_tile(a, work, tile, in, coefficients, Nothing{});
     }
@@ -66,7 +66,7 @@ KERNEL double_transform(const DoubleArguments a) {
     for (long long n = 0; n < a.cut.tiles; ++n) {
         const Tile tile(cursor);
         Inputs in;
-        in.load<true>(a, tile);
+        in.load(a, tile);
         outputs_of_tile(a, work, tile, in, coefficients, Nothing{});
     }
 }
@@ -88,12 +88,12 @@ CLUSTER_KERNEL double_backward(const DoubleArguments a) {
     Inputs in;
     for (int n = 0; n < last; ++n) {
         const Tile tile(cursor);
-        in.load<true>(a, tile);
+        in.load(a, tile);
         add_tile(a, work, values, tile, in, mean);
         in.put(shelf, n);
     }
     const Tile tile(cursor);
-    in.load<true>(a, tile);
+    in.load(a, tile);
     add_tile(a, work, values, tile, in, mean);
 
     DoubleCoefficients coefficients[STATISTICS];

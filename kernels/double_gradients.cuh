@@ -165,12 +165,12 @@ __device__ inline DoubleCoefficients combine(
 struct Inputs {
     Vector g[TILE], dy[TILE], x[TILE];
 
-    template <bool LAST> __device__ void load(const DoubleArguments& a, const Tile& tile) {
+    __device__ void load(const DoubleArguments& a, const Tile& tile) {
         #pragma unroll
         for (int i = 0; i < TILE; ++i) g[i] = Vector{};
-        if (a.g != nullptr) tile.load<LAST>(a.g, g);
-        tile.load<LAST>(a.dy, dy);
-        tile.load<LAST>(a.x, x);
+        if (a.g != nullptr) tile.load(a.g, g);
+        tile.load(a.dy, dy);
+        tile.load(a.x, x);
     }
 
     __device__ void put(const Shelf& shelf, int n) const {

@@ -35,7 +35,7 @@ CLUSTER_KERNEL double_backward_rows(const DoubleArguments a) {
             if (GROUP == THREADS) __syncthreads();  // before the next turn's
             for (int n = 0; n <= last; ++n) {
                 const Tile tile(cursor);
-                in.load<true>(a, tile);
+                in.load(a, tile);
                 put_out(tile, n);
             }
             continue;
@@ -45,12 +45,12 @@ CLUSTER_KERNEL double_backward_rows(const DoubleArguments a) {
         DoubleSums values[STATISTICS] = {};
         for (int n = 0; n < last; ++n) {
             const Tile tile(cursor);
-            in.load<true>(a, tile);
+            in.load(a, tile);
             add_tile(a, work, values, tile, in, mean);
             in.put(shelf, n);
         }
         const Tile tile(cursor);
-        in.load<true>(a, tile);
+        in.load(a, tile);
         add_tile(a, work, values, tile, in, mean);
         fold(
             values, coefficients, shared, work, g,

@@ -7,7 +7,8 @@
 // of a row have WIDTH channels each, and the rows are numbered.
 //
 // Consecutive blocks are the parts of one group, so a cluster holds whole groups; or `pieces` of
-// them, then as many of the next group, which lies beside them in memory.
+// them, then as many of the next group, which lies beside them in memory (about, where runs are
+// no whole number of parts).
 #pragma once
 
 #include "memory.cuh"
@@ -82,11 +83,11 @@ struct Access {
     }
 
     // Lanes outside of the run get the nearest element of it.
-    template <bool LAST> __device__ Vector load(const Element* x) const {
+    __device__ Vector load(const Element* x) const {
         Vector vector = {};
         if (whole()) {
             const Vector* place = reinterpret_cast<const Vector*>(x + offset);
-            vector = LAST ? read_last(place) : read(place);
+            vector = read(place);
         } else if (!ALIGNED && valid) {
             Elements elements;
             #pragma unroll
@@ -94,7 +95,7 @@ struct Access {
                 Signed i = first + lane;
                 i = i < 0 ? 0 : i < inner ? i : inner - 1;
                 const Element* place = x + (offset - first + i);
-                elements.lane[lane] = LAST ? read_last(place) : read(place);
+                elements.lane[lane] = read(place);
             }
             vector = bits<Vector>(elements);
         }
@@ -104,7 +105,7 @@ struct Access {
     // The same to shared memory.
     __device__ void load_ahead(const Element* x, Vector* shared) const {
         if (whole()) read_ahead(shared, reinterpret_cast<const Vector*>(x + offset));
-        else *shared = load<true>(x);
+        else *shared = load(x);
     }
 
     __device__ void store(Element* y, const Elements& elements) const {
@@ -197,9 +198,9 @@ struct Tile {
         return all;
     }
 
-    template <bool LAST> __device__ void load(const Element* x, Vector (&values)[TILE]) const {
+    __device__ void load(const Element* x, Vector (&values)[TILE]) const {
         #pragma unroll
-        for (int i = 0; i < TILE; ++i) values[i] = access[i].load<LAST>(x);
+        for (int i = 0; i < TILE; ++i) values[i] = access[i].load(x);
     }
 };
 

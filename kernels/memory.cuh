@@ -92,21 +92,15 @@ __device__ inline Accumulator widen(const Vector& vector, int lane) {
     return widen(bits<Elements>(vector).lane[lane]);
 }
 
-// Reads data that will be read again: it may stay in the second-level cache.
+// Reads data past the first-level cache.
 template <class T> __device__ inline T read(const T* place) {
-    using W = typename Word<sizeof(T)>::type;
-    return bits<T>(__ldcg(reinterpret_cast<const W*>(place)));
-}
-
-// Reads data for the last time.
-template <class T> __device__ inline T read_last(const T* place) {
     using W = typename Word<sizeof(T)>::type;
     return bits<T>(__ldcg(reinterpret_cast<const W*>(place)));
 }
 
 // The same to shared memory, where it is found after `wait_for_copies`.
 template <class T> __device__ inline void read_ahead(T* shared, const T* place) {
-    if constexpr (sizeof(T) < 4) *shared = read_last(place);
+    if constexpr (sizeof(T) < 4) *shared = read(place);
     else begin_copy<sizeof(T)>(shared, place);
 }
 

@@ -22,7 +22,7 @@ struct Moments {
         const Accumulator both = count + other.count;
         const Accumulator share = both == 0 ? 0 : other.count / both;
         const double delta = other.mean - mean;
-        m2 += other.m2 + delta * delta * static_cast<double>(count * share);
+        m2 += other.m2 + delta * (delta * static_cast<double>(count * share));  // 0 where one is empty
         // Infinity stays infinity; infinities of both signs make NaN.
         mean = is_finite(delta) ? mean + delta * static_cast<double>(share) : mean + other.mean;
         count = both;
@@ -40,9 +40,10 @@ struct Moments {
     }
 };
 
-// Over lanes (reduce.cuh): about the mean that the first of them has these are plain sums. It
-// has as many elements as any other, so the sum of squares is at most 1 + NUMBER / APART times
-// that about the mean of all, which costs five of float64's digits at worst.
+// Over lanes (reduce.cuh): about the mean that the first of them has these are plain sums. It has
+// as many elements as any other, but for unaligned ends of runs as many accesses: so the sum of
+// squares is at most 1 + NUMBER / APART times that about the mean of all, or four times as much,
+// which costs seven of float64's bits at worst.
 template <int NUMBER, int APART = 1> __device__ inline void reduce_lanes(Moments& moments) {
     if (!CENTERED) {
         #pragma unroll
@@ -197,7 +198,7 @@ __device__ inline void take_moments(
     for (long long n = 0; n < cut.tiles; ++n) {
         const Tile tile(cursor);
         Vector values[TILE];
-        tile.load<false>(x, values);
+        tile.load(x, values);
         accumulation.add(tile, values);
     }
     Moments moments[STATISTICS];

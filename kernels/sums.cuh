@@ -90,8 +90,8 @@ template <class Use> __device__ inline void take_sums(
     for (long long n = 0; n < a.cut.tiles; ++n) {
         const Tile tile(cursor);
         Vector dy[TILE], x[TILE];
-        tile.load<false>(a.dy, dy);
-        tile.load<false>(a.x, x);
+        tile.load(a.dy, dy);
+        tile.load(a.x, x);
         summation.add(tile, dy, x, mean);
         use(tile, dy);
     }

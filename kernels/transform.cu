@@ -39,7 +39,7 @@ KERNEL transform(const TransformArguments a) {
     Cursor cursor(a.geometry, a.cut, work);
     Tile tile(cursor);
     Vector x[TILE];
-    tile.load<true>(a.x, x);
+    tile.load(a.x, x);
 
     Coefficients coefficients[STATISTICS];
     distribute(coefficients, shared, work, [&](Offset p) {
@@ -50,7 +50,7 @@ KERNEL transform(const TransformArguments a) {
         parameters.read(a, work, tile);
         transform_tile(a, tile, x, coefficients, parameters);
         tile = Tile(cursor);
-        tile.load<true>(a.x, x);
+        tile.load(a.x, x);
     }
     parameters.read(a, work, tile);
     transform_tile(a, tile, x, coefficients, parameters);
@@ -73,7 +73,7 @@ CLUSTER_KERNEL normalize(const TransformArguments a) {
     Cursor end(a.geometry, a.cut, work, last);
     const Tile tile(end);
     Vector x[TILE], kept[TILE];
-    tile.load<true>(a.x, x);
+    tile.load(a.x, x);
 
     Accumulation accumulation;
     for (int n = 0; n < last; ++n) {

@@ -53,8 +53,8 @@ constexpr int GROUP_LANES = GROUP < 32 ? GROUP : 32;  // of a warp that share a 
 
 // A multiprocessor's registers hold 512 threads of 128.
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
-// Of kernels that hold nothing it holds 1024: where a block waits for memory, or for other blocks,
-// the next does not. Layouts and types that would spill so have as many registers as others.
+// Of kernels that sum what they do not hold it holds 1024: where a block waits for memory, or for
+// other blocks, the next does not. Layouts and types that would spill so have as many registers as others.
 constexpr bool MANY_REGISTERS = COLUMNS || !ALIGNED || WIDE || sizeof(Element) * WIDTH == 2
                              || sizeof(Element) == 8;
 #define LEAN_KERNEL \
