@@ -390,7 +390,7 @@ NORMS = [
     ("block", ROWS + MERGED + CHANNELS),
     ("cluster", ROWS + MERGED + CHANNELS),
     ("whole_block", [ROWS[0], ROWS[4], MERGED[1]]),
-    ("whole_cluster", [ROWS[1], ROWS[3], MERGED[2]]),
+    ("whole_cluster", [ROWS[1], ROWS[6], MERGED[2]]),
     ("cached", CHANNELS[:2]),
     ("stream", [*ROWS, *MERGED, *CHANNELS, (group(4, 2), (3, 5, 12, 6))]),
 ]

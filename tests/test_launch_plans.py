@@ -182,7 +182,7 @@ def test_choice_on_an_h200(shape, axis, dtype, forward, backward):
             group_norm_geometry((256, 512, 56, 56), 1, 32),
             np.float32,
             "whole_block",
-            "whole_cluster",
+            "stream",
         ),
         (group_norm_geometry((128, 28, 28, 256), 3, 32), np.float32, "block", "cluster"),
         (group_norm_geometry((256, 56, 56, 512), 3, 32), np.float16, "cluster", "cluster"),

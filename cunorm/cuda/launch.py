@@ -530,6 +530,8 @@ def _cluster(p: _Problem) -> LaunchPlan | str:
 
 def _whole_cluster(p: _Problem) -> LaunchPlan | str:
     """A cluster of blocks holds its statistics with all shared memory."""
+    if _gradients(p) and p.span >= _LONG_SPAN:
+        return "a row's channels, streamed one by one, keep memory busier than such a cluster"
     return _of_clusters(p, "whole_cluster", alone=True)
 
 
