@@ -60,6 +60,7 @@ def force(monkeypatch, backend):
         # Two steps behind, in the cache of any device.
         monkeypatch.setattr(launch, "_lag", lambda *_: 2)
         monkeypatch.setattr(launch, "_CACHED_PART_BYTES", 8 << 10)
+        monkeypatch.setattr(launch, "_CACHED_LEAST", 0)
         if wide:
             monkeypatch.setattr(launch, "_WIDE_FROM", 0)
         forget_plans()

@@ -69,6 +69,7 @@ def only(monkeypatch):
         monkeypatch.setattr(launch, "ROW_CANDIDATES", candidate)
         monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)
         monkeypatch.setattr(launch, "_lag", lambda *_: 2)
+        monkeypatch.setattr(launch, "_CACHED_LEAST", 0)
         if plan in ("warp", "stream"):
             monkeypatch.setattr(launch, "SWEEPS", candidate)
             elementwise = launch._warp if plan == "warp" else launch._scattered

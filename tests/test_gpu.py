@@ -140,7 +140,7 @@ def test_layer(cupy, rng):
     np.testing.assert_array_equal(other.weight.get(), state["weight"])
 
 
-@pytest.mark.parametrize("shape", [(8, 3, 40_000), (8, 24, 120_000)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 3, 40_000), (8, 40, 120_000)], ids=str)
 def test_two_streams(cupy, rng, shape):
     """Calls on different streams share nothing, nor do blocks that wait keep the others out."""
     arrays = [cupy.asarray(rng.standard_normal(shape), np.float32) for _ in range(2)]
@@ -158,7 +158,7 @@ def test_two_streams(cupy, rng, shape):
 
 
 @pytest.mark.parametrize(
-    "shape", [(8, 16, 4, 4), (32, 64, 28, 28), (8, 2, 500_000), (8, 24, 120_000)], ids=str
+    "shape", [(8, 16, 4, 4), (32, 64, 28, 28), (8, 2, 500_000), (8, 40, 120_000)], ids=str
 )
 def test_graph(cupy, rng, shape):
     """A training step is captured once its kernels are warm, and replayed."""
@@ -236,7 +236,7 @@ def test_repeatable_on_a_gpu(cupy, rng):
         ((8, 16, 4, 4), 1),
         ((64, 256, 28, 28), 1),
         ((8, 2, 500_000), 1),
-        ((8, 24, 120_000), 1),
+        ((8, 40, 120_000), 1),
         ((20_000, 70), -1),
         ((60_000, 256), -1),
         ((64, 56, 56, 64), -1),

@@ -78,6 +78,8 @@ _WINDOW_PERCENT = 27
 # What a block takes in either sweep, if three of them have room for it on a multiprocessor.
 _CACHED_PART_BYTES = 64 << 10
 _CACHED_BLOCKS = 3
+# Arrays have so many times as many bytes as the cache.
+_CACHED_LEAST = 2
 # A block's word of shared memory, after the header.
 _TICKET_BYTES = 16
 
@@ -573,7 +575,11 @@ def _cached(p: _Problem) -> LaunchPlan | str:
     lag = _lag(p, number * access_bytes)
     if lag < 2:
         return f"{number * access_bytes} bytes of a statistic: too much for the cache"
-    if p.geometry.batch * p.geometry.group <= 2 * lag:
+    input_bytes = p.geometry.size * p.itemsize * p.operands
+    if (
+        p.geometry.batch * p.geometry.group <= 2 * lag
+        or input_bytes < _CACHED_LEAST * p.device.cache
+    ):
         return "little enough for the cache to have most of it between two launches"
     room = p.device.shared_per_multiprocessor // _CACHED_BLOCKS - 2 * _RESERVED_SHARED
     tiles = max(1, min(_CACHED_PART_BYTES, room) // (a_tile * access_bytes))
