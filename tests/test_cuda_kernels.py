@@ -429,7 +429,7 @@ def test_candidate_of_norms(rng, force, monkeypatch, name, case, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("name", ["whole_block", "whole_cluster"])
-@pytest.mark.parametrize(("case", "shape"), [ROWS[0], ROWS[2], ROWS[4]], ids=str)
+@pytest.mark.parametrize(("case", "shape"), [ROWS[0], ROWS[2], (group(2), (3, 60, 21))], ids=str)
 def test_rows_without_room_for_the_next(rng, force, monkeypatch, name, case, shape, dtype):
     force(name)
     monkeypatch.setattr(launch, "_shelves", lambda _p, **_: (1,))
