@@ -202,12 +202,7 @@ __device__ inline void add_tile(
     const DoubleArguments& a, const Work& work, DoubleSums (&sums)[STATISTICS], const Tile& tile,
     const Inputs& in, const Accumulator (&mean)[STATISTICS]
 ) {
-    constexpr int lanes = COLUMNS ? 1 : WIDTH;
-    Accumulator number = 0;
-    #pragma unroll
-    for (int i = 0; i < TILE; ++i)
-        #pragma unroll
-        for (int l = 0; l < lanes; ++l) number += tile.access[i].has(l) ? 1 : 0;
+    const Accumulator number = static_cast<Accumulator>(tile.number());
     if (number == 0) return;
     const Accumulator reciprocal = 1 / number;
     const Accumulator before = sums[0].count, after = before + number;  // of all statistics
@@ -215,7 +210,7 @@ __device__ inline void add_tile(
 
     #pragma unroll
     for (int s = 0; s < STATISTICS; ++s) {
-        Accumulator h[TILE][lanes], center_g = 0, center_h = 0;
+        Accumulator h[TILE][LANES], center_g = 0, center_h = 0;
 #if SPANS
         Accumulator k = 0, kx = 0;
 #endif
@@ -225,7 +220,7 @@ __device__ inline void add_tile(
             const Weights weights(a, work, tile.access[i]);
 #endif
             #pragma unroll
-            for (int l = 0; l < lanes; ++l) {
+            for (int l = 0; l < LANES; ++l) {
                 h[i][l] = 0;
                 if (!tile.access[i].has(l)) continue;
                 h[i][l] = widen(in.dy[i], s + l);
@@ -246,7 +241,7 @@ __device__ inline void add_tile(
         #pragma unroll
         for (int i = 0; i < TILE; ++i) {
             #pragma unroll
-            for (int l = 0; l < lanes; ++l) {
+            for (int l = 0; l < LANES; ++l) {
                 if (!tile.access[i].has(l)) continue;
                 const Accumulator g = widen(in.g[i], s + l);
                 const Accumulator xmu = widen(in.x[i], s + l) - mean[s];

@@ -158,7 +158,7 @@ __device__ inline void gradient_tile(
         for (int lane = 0; lane < WIDTH; ++lane) {
             const Coefficients& c = coefficients[COLUMNS ? lane : 0];
             const Accumulator scale = SPANS ? c.scale * weight[i][lane] : c.scale;
-            const Accumulator rest = (widen(x[i], lane) - c.mean) * c.slope + c.offset;
+            const Accumulator rest = deviation(widen(x[i], lane), c.mean) * c.slope + c.offset;
             result.lane[lane] = narrow(widen(dy[i], lane) * scale + rest);
         }
         tile.access[i].store(a.dx, result);

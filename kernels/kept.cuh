@@ -38,16 +38,23 @@ template <int PLANES> struct Kept {
         return place[(plane * THREADS + thread) * BUNDLE + kept % BUNDLE];
     }
 
-    // Adds to this thread's numbers of an access.
-    __device__ void add(int k, int slot, const Accumulator (&numbers)[KEPT]) const {
-        struct alignas(sizeof(Accumulator) * BUNDLE) Bundle { Accumulator number[BUNDLE]; };
+    // This thread's numbers of an access.
+    __device__ void get(int slot, Accumulator (&numbers)[PLANES][KEPT]) const {
         #pragma unroll
-        for (int i = 0; i < KEPT; i += BUNDLE) {
-            auto* const mine = reinterpret_cast<Bundle*>(&at(k, slot, i, threadIdx.x));
-            Bundle bundle = *mine;
+        for (int i = 0; i < PLANES * KEPT; i += BUNDLE) {
+            const Bundle mine = bundle(i / KEPT, slot, i % KEPT);
             #pragma unroll
-            for (int j = 0; j < BUNDLE; ++j) bundle.number[j] += numbers[i + j];
-            *mine = bundle;
+            for (int j = 0; j < BUNDLE; ++j) numbers[i / KEPT][i % KEPT + j] = mine.number[j];
+        }
+    }
+
+    __device__ void put(int slot, const Accumulator (&numbers)[PLANES][KEPT]) const {
+        #pragma unroll
+        for (int i = 0; i < PLANES * KEPT; i += BUNDLE) {
+            Bundle mine;
+            #pragma unroll
+            for (int j = 0; j < BUNDLE; ++j) mine.number[j] = numbers[i / KEPT][i % KEPT + j];
+            bundle(i / KEPT, slot, i % KEPT) = mine;
         }
     }
 
@@ -93,7 +100,7 @@ template <int PLANES> struct Kept {
             for (Offset p = threadIdx.x; p < elements / span; p += THREADS) {
                 Totals<PLANES> totals = {};
                 for (Offset i = p * each; i < (p + 1) * each; ++i) totals.merge(total(i));
-                put(target + p, of_sample, totals);
+                write_totals(target + p, of_sample, totals);
             }
         } else {  // a warp a parameter
             for (Offset p = threadIdx.x / 32; p < elements / span; p += WARPS) {
@@ -101,13 +108,19 @@ template <int PLANES> struct Kept {
                 for (Offset i = p * each + threadIdx.x % 32; i < (p + 1) * each; i += 32)
                     totals.merge(total(i));
                 reduce_lanes<32>(totals);
-                if (threadIdx.x % 32 == 0) put(target + p, of_sample, totals);
+                if (threadIdx.x % 32 == 0) write_totals(target + p, of_sample, totals);
             }
         }
     }
 
   private:
-    __device__ static void put(
+    struct alignas(sizeof(Accumulator) * BUNDLE) Bundle { Accumulator number[BUNDLE]; };
+
+    __device__ Bundle& bundle(int k, int slot, int lane) const {
+        return reinterpret_cast<Bundle&>(at(k, slot, lane, threadIdx.x));
+    }
+
+    __device__ static void write_totals(
         Accumulator* target, Offset pitch, const Totals<PLANES>& totals
     ) {
         #pragma unroll

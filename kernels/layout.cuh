@@ -55,15 +55,15 @@ struct Work {
     __device__ void place(const Geometry& g, Offset sample, Offset index) {
         const Offset group = static_cast<Offset>(g.group);
         channel = sample * group + index;
-        parameter = g.parameters > g.group ? channel : index;
+        parameter = !SPANS && g.parameters > g.group ? channel : index;
         base = (sample * static_cast<Offset>(g.outer) * group + index)
              * static_cast<Offset>(g.inner);
     }
 };
 
-// Number of the statistic that a channel has.
+// Number of the statistic that a channel has, or a row is.
 __device__ inline Offset statistic_of(const Geometry& g, Offset channel) {
-    return g.members > 1 ? channel / static_cast<Offset>(g.members) : channel;
+    return !SPANS && g.members > 1 ? channel / static_cast<Offset>(g.members) : channel;
 }
 
 // One memory access: WIDTH elements from `offset` on, of which those outside of the run,
@@ -102,10 +102,10 @@ struct Access {
         return vector;
     }
 
-    // The same to shared memory.
+    // The same to shared memory, if any are the group's.
     __device__ void load_ahead(const Element* x, Vector* shared) const {
         if (whole()) read_ahead(shared, reinterpret_cast<const Vector*>(x + offset));
-        else *shared = load(x);
+        else if (!ALIGNED && valid) *shared = load(x);
     }
 
     __device__ void store(Element* y, const Elements& elements) const {
@@ -182,6 +182,10 @@ class Cursor {
     Offset windows, inner, pitch, step, step_window, shift;
 };
 
+// Elements of an access that belong to a thread's statistic `s`: all lanes of runs, lane `s` of
+// columns.
+constexpr int LANES = COLUMNS ? 1 : WIDTH;
+
 // TILE accesses that are in flight together.
 struct Tile {
     Access access[TILE];
@@ -195,6 +199,21 @@ struct Tile {
         bool all = true;
         #pragma unroll
         for (int i = 0; i < TILE; ++i) all = all && access[i].whole();
+        return all;
+    }
+
+    // Elements that a statistic has of it.
+    __device__ int number() const {
+        int all = 0;
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i) {
+            if (ALIGNED) {
+                all += access[i].valid ? LANES : 0;
+            } else {
+                #pragma unroll
+                for (int lane = 0; lane < LANES; ++lane) all += access[i].has(lane) ? 1 : 0;
+            }
+        }
         return all;
     }
 
@@ -275,33 +294,44 @@ struct Turns {
     }
 };
 
-// The first parameter of a run in which they change.
-__device__ inline Offset first_parameter(const Work& work, const Geometry& g) {
-    return SPANS ? work.parameter * (static_cast<Offset>(g.inner) / static_cast<Offset>(g.span))
-                 : 0;
+// Of the parameters of a run, that of one of its elements.
+__device__ inline Offset parameter_of(const Geometry& g, Offset element) {
+    if (WIDE) return element / static_cast<Offset>(g.span);
+    const unsigned factor = static_cast<unsigned>(g.span_factor);
+    return static_cast<Offset>(
+        static_cast<unsigned long long>(element) * factor >> g.span_shift);
 }
 
-// Parameters of the elements of an access to a run in which they change, plus an offset. The
-// run's begin at `first`.
+// The first parameter of a run in which they change.
+__device__ inline Offset first_parameter(const Work& work, const Geometry& g) {
+    return SPANS ? work.parameter * parameter_of(g, static_cast<Offset>(g.inner)) : 0;
+}
+
+// Those of the elements of an access, of which `find` takes the number in the run.
+template <class Find> __device__ inline void spread(
+    const Geometry& g, const Access& access, Accumulator (&numbers)[WIDTH], Find find
+) {
+    Accumulator number = 0;
+    #pragma unroll
+    for (int lane = 0; lane < WIDTH; ++lane) {
+        if (SPANS == 2 || lane == 0)
+            number = find(parameter_of(g, static_cast<Offset>(access.first + lane)));
+        numbers[lane] = number;
+    }
+}
+
+// The same, plus an offset, in a run whose parameters begin at `first`.
 __device__ inline void spread(
     const Parameter& parameter, const Geometry& g, Offset first, const Access& access,
     double absent, double offset, Accumulator (&numbers)[WIDTH]
 ) {
-    const Offset span = static_cast<Offset>(g.span);
-    if (SPANS == 2 && span == 1 && access.valid) {
-        parameter.get(first + access.first, absent, offset, numbers);
+    if (SPANS == 2 && g.span == 1 && access.valid) {
+        parameter.get(first + static_cast<Offset>(access.first), absent, offset, numbers);
         return;
     }
-    Accumulator number = 0;
-    #pragma unroll
-    for (int lane = 0; lane < WIDTH; ++lane) {
-        if (SPANS == 2 || lane == 0) {
-            number = access.has(lane) ? parameter.get_common(
-                first + static_cast<Offset>(access.first + lane) / span, absent, offset
-            ) : Accumulator(0);
-        }
-        numbers[lane] = number;
-    }
+    spread(g, access, numbers, [&](Offset p) {
+        return access.valid ? parameter.get_common(first + p, absent, offset) : Accumulator(0);
+    });
 }
 
 // Those of a tile.
@@ -310,13 +340,19 @@ __device__ inline void spread(
     double absent, double offset, Accumulator (&numbers)[TILE][WIDTH]
 ) {
     const Offset first = first_parameter(work, g);
-    if (SPANS == 2 && g.span == 1 && parameter.is_plain(offset) && tile.whole()) {  // as a rule
+    const float* const place = parameter.as<float>();
+    if (!parameter.is_plain(offset) || !tile.whole()) {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
-            read_numbers(parameter.as<float>() + first + tile.access[i].first, numbers[i]);
-        return;
+            spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
+    } else if (SPANS == 2 && g.span == 1) {  // as a rule
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            read_numbers(place + (first + static_cast<Offset>(tile.access[i].first)), numbers[i]);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            spread(g, tile.access[i], numbers[i],
+                   [&](Offset p) { return read_common(place + (first + p)); });
     }
-    #pragma unroll
-    for (int i = 0; i < TILE; ++i)
-        spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
 }

@@ -14,6 +14,12 @@
 
 #include "reduce.cuh"
 
+// 1 / number, to float64's last digits but a few.
+__device__ inline double reciprocal(Accumulator number) {
+    const double rough = static_cast<double>(1 / number);
+    return rough * (2.0 - rough * static_cast<double>(number));
+}
+
 struct Moments {
     double mean, m2;
     Accumulator count;
@@ -62,16 +68,11 @@ template <int NUMBER, int APART = 1> __device__ inline void reduce_lanes(Moments
         squares += __shfl_down_sync(ALL_LANES, squares, offset, NUMBER);
         moments.count += __shfl_down_sync(ALL_LANES, moments.count, offset, NUMBER);
     }
-    const double correction =
-        moments.count == 0 ? 0.0 : sum / static_cast<double>(moments.count);
+    const double correction = moments.count == 0 ? 0.0 : sum * reciprocal(moments.count);
     const double rest = squares - correction * sum;
     moments.mean = center + correction;
     moments.m2 = rest < 0 ? 0.0 : rest;  // NaN stays NaN
 }
-
-// Elements of a tile that belong to a thread's statistic `s`: all lanes of runs, lane `s`
-// of columns.
-constexpr int LANES = COLUMNS ? 1 : WIDTH;
 
 // Moments of the elements that a thread has seen. All of its statistics have as many. Not CENTERED,
 // they are about zero: the mean is 0, and m2 the sum of squares.
@@ -89,19 +90,18 @@ class Accumulation {
     // The moments, once all has been added.
     __device__ void finish(Moments (&moments)[STATISTICS]) {
         end_chunk();
-        const double each = count == 0 ? 0.0 : static_cast<double>(1 / count);
+        const double each = count == 0 ? 0.0 : reciprocal(count);
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
-            const double correction = CENTERED ? sum[s] * each : 0.0;
-            const double rest = squares[s] - correction * sum[s];
+            const double correction = sum[s].of_chunks * each;
+            const double rest = squares[s].of_chunks - correction * sum[s].of_chunks;
             moments[s] = {center[s] + correction, rest < 0 ? 0.0 : rest, count};  // NaN stays NaN
         }
     }
 
   private:
     Accumulator center[STATISTICS] = {};
-    double sum[STATISTICS] = {}, squares[STATISTICS] = {};  // of the chunks that have ended
-    Accumulator chunk_sum[STATISTICS] = {}, chunk_squares[STATISTICS] = {};
+    ChunkedSum sum[STATISTICS], squares[STATISTICS];  // of deviations; 0 unless CENTERED, of squares
     Accumulator count = 0;  // of all; exact up to 2^24 in float32
     Accumulator moving = 0;  // the count at which the center moves
     int tiles = 0;  // of the chunk
@@ -109,11 +109,7 @@ class Accumulation {
     template <bool WHOLE> __device__ void add(const Tile& tile, const Vector (&x)[TILE]) {
         Accumulator number = TILE * LANES;
         if (!WHOLE) {
-            number = 0;
-            #pragma unroll
-            for (int i = 0; i < TILE; ++i)
-                #pragma unroll
-                for (int l = 0; l < LANES; ++l) number += tile.access[i].has(l) ? 1 : 0;
+            number = static_cast<Accumulator>(tile.number());
             if (number == 0) return;
         }
         if (CENTERED && count == 0) {
@@ -134,14 +130,13 @@ class Accumulation {
                 #pragma unroll
                 for (int l = 0; l < LANES; ++l) {
                     if (WHOLE || tile.access[i].has(l)) {
-                        const Accumulator deviation =
-                            CENTERED ? widen(x[i], s + l) - center[s] : widen(x[i], s + l);
-                        of_vector += deviation;
-                        squares_of_vector += deviation * deviation;
+                        const Accumulator d = deviation(widen(x[i], s + l), center[s]);
+                        of_vector = l == 0 ? d : of_vector + d;
+                        squares_of_vector = l == 0 ? d * d : squares_of_vector + d * d;
                     }
                 }
-                chunk_sum[s] += of_vector;
-                chunk_squares[s] += squares_of_vector;
+                if (CENTERED) sum[s].chunk += of_vector;
+                squares[s].chunk += squares_of_vector;
             }
         }
     }
@@ -154,8 +149,12 @@ class Accumulation {
         for (int i = 0; i < TILE; ++i) {
             Accumulator of_vector = 0;
             #pragma unroll
-            for (int l = 0; l < LANES; ++l)
-                if (WHOLE || tile.access[i].has(l)) of_vector += widen(x[i], s + l) - pivot;
+            for (int l = 0; l < LANES; ++l) {
+                if (WHOLE || tile.access[i].has(l)) {
+                    const Accumulator d = widen(x[i], s + l) - pivot;
+                    of_vector = l == 0 ? d : of_vector + d;
+                }
+            }
             result += of_vector;
         }
         return result;
@@ -165,24 +164,24 @@ class Accumulation {
         tiles = 0;
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
-            sum[s] += chunk_sum[s];
-            squares[s] += chunk_squares[s];
-            chunk_sum[s] = chunk_squares[s] = 0;
+            sum[s].end_chunk();
+            squares[s].end_chunk();
         }
     }
 
     __device__ void move_center() {
         if (!CENTERED || count < moving || count == 0) return;
         moving = 2 * count;
-        const double each = static_cast<double>(1 / count);
+        const double each = reciprocal(count);
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
             const double before = center[s];
-            const Accumulator moved = static_cast<Accumulator>(before + sum[s] * each);
+            double& total = sum[s].of_chunks;
+            const Accumulator moved = static_cast<Accumulator>(before + total * each);
             if (!is_finite(moved)) continue;
             const double step = moved - before, product = count * step;
-            squares[s] += step * (product - 2.0 * sum[s]);
-            sum[s] -= product;
+            squares[s].of_chunks += step * (product - 2.0 * total);
+            total -= product;
             center[s] = moved;
         }
     }

@@ -15,6 +15,16 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 // least, 256 at most.
 constexpr int CHUNK = 8;
 
+struct ChunkedSum {
+    double of_chunks = 0;  // that have ended
+    Accumulator chunk = 0;
+
+    __device__ void end_chunk() {
+        of_chunks += chunk;
+        chunk = 0;
+    }
+};
+
 // Over lanes of a warp that are APART from each other, of each NUMBER of them, both powers of
 // two: the first APART hold the results.
 template <int NUMBER, int APART = 1, class P> __device__ inline void reduce_lanes(P& value) {
@@ -132,6 +142,7 @@ template <class P> __device__ inline void write_parts(
     }
     auto& folds = *reinterpret_cast<Folds<P>*>(shared);
     reduce_block(values, folds);
+    #pragma unroll 1
     for (Offset p = threadIdx.x; p < work.positions; p += THREADS)
         folds.totals[p].write(partials, (work.channel + p) * parts + work.part);
 }
@@ -152,6 +163,7 @@ template <class C, class Find> __device__ inline void distribute(
         return;
     }
     auto* all = reinterpret_cast<C*>(shared);
+    #pragma unroll 1
     for (Offset p = threadIdx.x; p < work.positions; p += THREADS) all[p] = find(p);
     __syncthreads();
     take(mine, all);
@@ -227,6 +239,7 @@ template <class P, class C, class Weigh, class Finish> __device__ inline void fo
             weighted[p] = weigh(p, cluster_total(header.folds.totals, p));
         __syncthreads();
     }
+    #pragma unroll 1
     for (Offset p = threadIdx.x; p < work.positions; p += THREADS) {
         const P total = cluster_total(header.folds.totals, p);
         P all = {};

@@ -8,7 +8,11 @@
 #include "gradients.cuh"
 #include "kept.cuh"
 
-using OfAccess = Accumulator[KEPT];
+// Of weights, and of biases where there are any.
+constexpr int PLANES = BIASED ? 2 : 1;
+
+// What an access has of the parameters' gradients.
+using Gradients = Accumulator[PLANES][KEPT];
 
 // What is known of a row.
 struct Row {
@@ -21,34 +25,45 @@ struct Row {
     }
 };
 
-// Adds the sums of a tile, of weight times dy; `keep(access, of weight, of bias)` takes what the
-// elements of an access, or all together, add to the parameters' gradients.
-template <class Keep> __device__ inline void add_tile(
-    Sums& sums, const Row& row, const Tile& tile, const Vector (&dy)[TILE],
-    const Vector (&x)[TILE], const Accumulator (&weight)[TILE][WIDTH], Keep keep
-) {
-    Accumulator sum_dy = 0, sum_dy_xmu = 0;
-    const Accumulator shift =
-        static_cast<Accumulator>(-times_residual(row.residual, row.inv_std));
-    #pragma unroll
-    for (int i = 0; i < TILE; ++i) {
-        if (!tile.access[i].valid) continue;
-        Accumulator of_dy = 0, of_dy_xmu = 0, of_weight[KEPT] = {}, of_bias[KEPT] = {};
+// Sums of weight times dy over a row, of accesses that are added in chunks.
+struct RowSums {
+    ChunkedSum dy, dy_xmu;
+
+    __device__ void add(
+        const Row& row, const Vector& dy, const Vector& x, const Accumulator (&weight)[WIDTH],
+        Gradients& gradients
+    ) {
+        const Accumulator shift =
+            CENTERED ? static_cast<Accumulator>(-times_residual(row.residual, row.inv_std)) : 0;
+        Accumulator of_dy = 0, of_dy_xmu = 0;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
-            const Accumulator gradient = widen(dy[i], lane);
-            const Accumulator deviation = widen(x[i], lane) - row.mean;
-            of_dy += gradient * weight[i][lane];
-            of_dy_xmu += gradient * weight[i][lane] * deviation;
-            of_weight[lane % KEPT] += gradient * (deviation * row.inv_std + shift);
-            of_bias[lane % KEPT] += gradient;
+            const Accumulator gradient = widen(dy, lane);
+            const Accumulator d = deviation(widen(x, lane), row.mean);
+            const Accumulator weighted = SPANS == 2 ? gradient * weight[lane] : gradient;
+            of_dy = lane == 0 ? weighted : of_dy + weighted;
+            of_dy_xmu = lane == 0 ? weighted * d : of_dy_xmu + weighted * d;
+            if (SPANS == 2) {
+                gradients[0][lane % KEPT] += gradient * (BIASED ? d * row.inv_std + shift
+                                                                : d * row.inv_std);
+                if (BIASED) gradients[PLANES - 1][lane % KEPT] += gradient;
+            }
         }
-        keep(i, of_weight, of_bias);
-        sum_dy += of_dy;
-        sum_dy_xmu += of_dy_xmu;
+        if (SPANS == 1) {  // one parameter has all of them
+            gradients[0][0] += of_dy_xmu * row.inv_std + of_dy * shift;
+            if (BIASED) gradients[PLANES - 1][0] += of_dy;
+            of_dy *= weight[0];
+            of_dy_xmu *= weight[0];
+        }
+        if (CENTERED) this->dy.chunk += of_dy;
+        dy_xmu.chunk += of_dy_xmu;
     }
-    sums.merge({static_cast<double>(sum_dy), static_cast<double>(sum_dy_xmu)});
-}
+
+    __device__ void end_chunk() {
+        dy.end_chunk();
+        dy_xmu.end_chunk();
+    }
+};
 
 // dx, unless it is absent, and the parameters' gradients of a block of samples; or, if there are
 // partials, the sums of a part of every row instead of dx.
@@ -61,7 +76,7 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     const Geometry& g = a.geometry;
     const int tiles = static_cast<int>(a.cut.tiles), last = tiles - 1;
     const Turns turns(g, a.cut, a.samples);
-    const Kept<2> kept{reinterpret_cast<Accumulator*>(shared + HEADER)};
+    const Kept<PLANES> kept{reinterpret_cast<Accumulator*>(shared + HEADER)};
     kept.clear(last * TILE);
     const Shelf shelf{reinterpret_cast<Vector*>(kept.after(last * TILE))};  // SHELVES rows
     const auto fetch = [&](Offset turn, int to) {
@@ -81,7 +96,8 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     int on = 0;  // the shelf, its first tile
     Row next = fetch(turns.first, on);
 
-    Accumulator weight[TILE][WIDTH], dweight[TILE][KEPT] = {}, dbias[TILE][KEPT] = {};
+    Accumulator weight[TILE][WIDTH];
+    Gradients gradients[TILE] = {};  // of the last tile
     const Work first = turns.work(g, turns.first);
     Cursor end(g, a.cut, first, last);
     read_weights(a, first, Tile(end), weight);
@@ -92,7 +108,7 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
         wait_for_copies<SHELVES - 1>();
         const Work work = turns.work(g, turn);
         Cursor cursor(g, a.cut, work);
-        Sums values[STATISTICS] = {};
+        RowSums sums;
         Vector dy[TILE], x[TILE];
         #pragma unroll 1
         for (int n = 0; n < last; ++n) {
@@ -101,23 +117,24 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
             shelf.get(on + n, 0, dy, 2);
             shelf.get(on + n, 1, x, 2);
             read_weights(a, work, tile, weights);
-            add_tile(values[0], row, tile, dy, x, weights,
-                     [&](int i, const OfAccess& of_weight, const OfAccess& of_bias) {
-                         kept.add(0, n * TILE + i, of_weight);
-                         kept.add(1, n * TILE + i, of_bias);
-                     });
+            #pragma unroll
+            for (int i = 0; i < TILE; ++i) {
+                if (!tile.access[i].valid) continue;
+                Gradients mine;
+                kept.get(n * TILE + i, mine);
+                sums.add(row, dy[i], x[i], weights[i], mine);
+                kept.put(n * TILE + i, mine);
+            }
+            if ((n + 1) % CHUNK == 0) sums.end_chunk();
         }
         const Tile tile(cursor);
         shelf.get(on + last, 0, dy, 2);
         shelf.get(on + last, 1, x, 2);
-        add_tile(values[0], row, tile, dy, x, weight,
-                 [&](int i, const OfAccess& of_weight, const OfAccess& of_bias) {
-                     #pragma unroll
-                     for (int lane = 0; lane < KEPT; ++lane) {
-                         dweight[i][lane] += of_weight[lane];
-                         dbias[i][lane] += of_bias[lane];
-                     }
-                 });
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            if (tile.access[i].valid) sums.add(row, dy[i], x[i], weight[i], gradients[i]);
+        sums.end_chunk();
+        Sums values[STATISTICS] = {{sums.dy.of_chunks, sums.dy_xmu.of_chunks}};
         if (a.partials != nullptr) {
             write_parts(values, shared, a.partials, work, a.cut);
             __syncthreads();  // before the next turn's
@@ -144,12 +161,6 @@ CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     if (a.gradients == nullptr) return;
     __syncthreads();  // the rows that were where gradients will be are done with
     #pragma unroll
-    for (int i = 0; i < TILE; ++i) {
-        #pragma unroll
-        for (int lane = 0; lane < KEPT; ++lane) {
-            kept.at(0, last * TILE + i, lane, threadIdx.x) = dweight[i][lane];
-            kept.at(1, last * TILE + i, lane, threadIdx.x) = dbias[i][lane];
-        }
-    }
+    for (int i = 0; i < TILE; ++i) kept.put(last * TILE + i, gradients[i]);
     kept.write_block(a.gradients, g, a.cut, turns);
 }

@@ -34,22 +34,23 @@ class Summation {
         const Tile& tile, const Vector (&dy)[TILE], const Vector (&x)[TILE],
         const Accumulator (&mean)[STATISTICS]
     ) {
-        constexpr int lanes = COLUMNS ? 1 : WIDTH;
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
             #pragma unroll
             for (int i = 0; i < TILE; ++i) {
                 Accumulator of_dy = 0, of_dy_xmu = 0;
                 #pragma unroll
-                for (int l = 0; l < lanes; ++l) {
+                for (int l = 0; l < LANES; ++l) {
                     if (tile.access[i].has(s + l)) {
                         const Accumulator gradient = widen(dy[i], s + l);
-                        of_dy += gradient;
-                        of_dy_xmu += gradient * (widen(x[i], s + l) - mean[s]);
+                        const Accumulator product =
+                            gradient * deviation(widen(x[i], s + l), mean[s]);
+                        of_dy = l == 0 ? gradient : of_dy + gradient;
+                        of_dy_xmu = l == 0 ? product : of_dy_xmu + product;
                     }
                 }
-                chunk_dy[s] += of_dy;
-                chunk_dy_xmu[s] += of_dy_xmu;
+                sum_dy[s].chunk += of_dy;
+                sum_dy_xmu[s].chunk += of_dy_xmu;
             }
         }
         if (++tiles == CHUNK) end_chunk();
@@ -59,21 +60,20 @@ class Summation {
     __device__ void finish(Sums (&all)[STATISTICS]) {
         end_chunk();
         #pragma unroll
-        for (int s = 0; s < STATISTICS; ++s) all[s] = sums[s];
+        for (int s = 0; s < STATISTICS; ++s)
+            all[s] = {sum_dy[s].of_chunks, sum_dy_xmu[s].of_chunks};
     }
 
   private:
-    Sums sums[STATISTICS] = {};
-    Accumulator chunk_dy[STATISTICS] = {}, chunk_dy_xmu[STATISTICS] = {};
+    ChunkedSum sum_dy[STATISTICS], sum_dy_xmu[STATISTICS];
     int tiles = 0;  // of the chunk
 
     __device__ void end_chunk() {
         tiles = 0;
         #pragma unroll
         for (int s = 0; s < STATISTICS; ++s) {
-            sums[s].merge(
-                {static_cast<double>(chunk_dy[s]), static_cast<double>(chunk_dy_xmu[s])});
-            chunk_dy[s] = chunk_dy_xmu[s] = 0;
+            sum_dy[s].end_chunk();
+            sum_dy_xmu[s].end_chunk();
         }
     }
 };

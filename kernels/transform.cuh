@@ -43,15 +43,16 @@ __device__ inline void prefetch(const TransformArguments& a, const Work& work) {
     a.running_var.prefetch(parameter);
 }
 
-// What memory has of a channel, all of which is asked for before any is used.
+// What memory has of a channel, all of which is asked for before any is used; of rows nothing.
 struct Given {
-    Parameter::Asked weight = {}, bias = {}, running_mean, running_var;
+    Parameter::Asked weight = {}, bias = {}, running_mean = {}, running_var = {};
 
-    __device__ Given(const TransformArguments& a, Offset parameter)
-        : running_mean(a.running_mean.ask(parameter)), running_var(a.running_var.ask(parameter)) {
+    __device__ Given(const TransformArguments& a, Offset parameter) {
         if (SPANS) return;
         weight = a.weight.ask(parameter);
         bias = a.bias.ask(parameter);
+        running_mean = a.running_mean.ask(parameter);
+        running_var = a.running_var.ask(parameter);
     }
 };
 
@@ -95,7 +96,7 @@ __device__ inline Coefficients save_batch(
     const Geometry& g = a.geometry;
     const Given given(a, parameter);
     const double var = all.m2 * a.each;
-    if (first) {
+    if (first && !SPANS) {
         a.running_mean.blend(parameter, given.running_mean, all.mean, a.factor);
         a.running_var.blend(parameter, given.running_var, var * a.scale, a.factor);
     }
@@ -111,7 +112,7 @@ struct Spread {
     __device__ void read(const TransformArguments& a, const Work& work, const Tile& tile) {
         if (!SPANS) return;
         spread(a.weight, a.geometry, work, tile, 1.0, a.weight_offset, weight);
-        spread(a.bias, a.geometry, work, tile, 0.0, 0.0, bias);
+        if (BIASED) spread(a.bias, a.geometry, work, tile, 0.0, 0.0, bias);
     }
 };
 
@@ -124,10 +125,15 @@ __device__ inline void transform_tile(
         Elements result;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
-            const Coefficients& c = coefficients[COLUMNS ? lane : 0];
-            const Accumulator number = widen(x[i], lane);
-            Accumulator value = (CENTERED ? number - c.mean : number) * c.scale + c.shift;
-            if (SPANS) value = value * parameters.weight[i][lane] + parameters.bias[i][lane];
+            Coefficients c = coefficients[COLUMNS ? lane : 0];
+            if (SPANS == 1) {  // the same for all lanes
+                c.scale *= parameters.weight[i][0];
+                c.shift = BIASED ? c.shift * parameters.weight[i][0] + parameters.bias[i][0] : 0;
+            }
+            Accumulator value = deviation(widen(x[i], lane), c.mean) * c.scale;
+            if (BIASED) value += c.shift;
+            if (SPANS == 2) value *= parameters.weight[i][lane];
+            if (SPANS == 2 && BIASED) value += parameters.bias[i][lane];
             result.lane[lane] = narrow(value);
         }
         tile.access[i].store(a.y, result);

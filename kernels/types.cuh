@@ -49,6 +49,7 @@ constexpr int STATISTICS = COLUMNS ? WIDTH : 1;   // of a thread
 constexpr int POSITIONS = ACROSS * STATISTICS;    // statistics of a group of threads
 constexpr int DEEP = GROUP / ACROSS;              // threads that share each of them
 constexpr int WARPS = THREADS / 32;
+constexpr bool BIASED = CENTERED || !SPANS;  // rows whose statistics are about zero have no bias
 constexpr int GROUP_LANES = GROUP < 32 ? GROUP : 32;  // of a warp that share a statistic
 
 // A multiprocessor's registers hold 512 threads of 128.
@@ -94,6 +95,11 @@ __device__ inline Element narrow(Accumulator value) {
 #endif
 }
 
+// From the mean that statistics are about.
+__device__ inline Accumulator deviation(Accumulator value, Accumulator mean) {
+    return CENTERED ? value - mean : value;
+}
+
 __device__ inline bool is_finite(double value) {
     return value - value == 0.0;
 }
@@ -113,6 +119,8 @@ struct Geometry {
     long long members;     // neighbouring channels that share a statistic
     long long parameters;  // weights: `group`, or every sample has its own
     long long span;        // elements of a run that share a parameter; unused without SPANS
+    // element / span == element * span_factor >> span_shift, unless WIDE
+    long long span_factor, span_shift;
 };
 
 // How a geometry is cut into the work of blocks.

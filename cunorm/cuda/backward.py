@@ -118,8 +118,9 @@ def backward(
     wanted = dweight is not None or dbias is not None
     if wanted and (plan.rows or geometry.parameters < geometry.batch * geometry.group):
         blocks = plan.sample_blocks if plan.rows else geometry.batch
+        planes = 1 if plan.rows and mean is None else 2  # those rows have no bias
         dtype = statistics_dtype(x.dtype)
-        gradients = source.array_module().ndarray((blocks, 2, geometry.parameters), dtype)
+        gradients = source.array_module().ndarray((blocks, planes, geometry.parameters), dtype)
         options["gradients"] = source.pointer(gradients)
     else:
         options["dweight"], options["dbias"] = dweight, dbias

@@ -196,6 +196,16 @@ def _macros(options: dict[str, int]) -> tuple[str, ...]:
     return tuple(f"-D{key}={value}" for key, value in options.items())
 
 
+def _division(divisor: int) -> tuple[int, int]:
+    """(factor, shift): number // divisor == number * factor >> shift, for numbers below 2^31.
+
+    (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994,
+    theorem 4.2.) The divisor is below 2^31, too; 0 is none.
+    """
+    shift = 31 + max(0, divisor - 1).bit_length()
+    return (_ceil_div(1 << shift, divisor), shift) if divisor else (0, 0)
+
+
 def _power_of_two(value: int) -> int:
     """The least power of two that is not less."""
     return 1 << max(0, value - 1).bit_length()
@@ -340,7 +350,8 @@ def _built(
         if p.operands < 3:
             kept = shelves * tiles * tile_elements * p.itemsize * p.operands
         if p.operands == 2:  # those of the last tiles lie where rows were, in the end
-            kept = max(kept, 2 * gradients) + 2 * (tiles - 1) * gradients
+            planes = 2 if p.centered else 1  # of weights, and of biases
+            kept = max(kept, planes * gradients) + planes * (tiles - 1) * gradients
         elif p.operands == 3:
             kept += tiles * gradients
         turn = threads // group  # samples that a block takes at a time
@@ -387,7 +398,7 @@ def _built(
         shared=header + kept,
         parts=parts,
         packed=struct.pack(
-            "=14q", *p.geometry, p.span,
+            "=16q", *p.geometry, p.span, *_division(p.span),
             p.access.windows, share, parts, pieces or parts, tiles, p.access.shift, taken,
         ),
         rows=p.span > 0,
