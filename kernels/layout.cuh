@@ -341,18 +341,19 @@ __device__ inline void spread(
 ) {
     const Offset first = first_parameter(work, g);
     const float* const place = parameter.as<float>();
-    if (!parameter.is_plain(offset) || !tile.whole()) {
-        #pragma unroll
-        for (int i = 0; i < TILE; ++i)
-            spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
-    } else if (SPANS == 2 && g.span == 1) {  // as a rule
+    const bool plain = parameter.is_plain(offset) && tile.whole();  // as a rule
+    if (SPANS == 2 && g.span == 1 && plain) {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
             read_numbers(place + (first + static_cast<Offset>(tile.access[i].first)), numbers[i]);
-    } else {
+    } else if (SPANS == 1 && plain) {
         #pragma unroll
         for (int i = 0; i < TILE; ++i)
             spread(g, tile.access[i], numbers[i],
                    [&](Offset p) { return read_common(place + (first + p)); });
+    } else {
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
     }
 }

@@ -89,14 +89,13 @@ template <class To, class From> __device__ inline To bits(const From& from) {
 }
 
 __device__ inline Accumulator widen(const Vector& vector, int lane) {
-#if defined(ELEMENT_BFLOAT16)
-    if constexpr (WIDTH > 1) {  // what a bfloat16 has of a float are its upper bits
-        struct Words { unsigned word[WIDTH / 2]; };
-        const unsigned word = bits<Words>(vector).word[lane / 2];
-        return bits<float>(lane % 2 ? word & 0xffff0000u : word << 16);
-    }
-#endif
+#if defined(ELEMENT_BFLOAT16) && WIDTH > 1  // what a bfloat16 has of a float are its upper bits
+    struct Words { unsigned word[WIDTH / 2]; };
+    const unsigned word = bits<Words>(vector).word[lane / 2];
+    return bits<float>(lane % 2 ? word & 0xffff0000u : word << 16);
+#else
     return widen(bits<Elements>(vector).lane[lane]);
+#endif
 }
 
 // Reads data past the first-level cache.

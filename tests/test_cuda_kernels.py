@@ -137,7 +137,7 @@ def test_candidate(rng, force, monkeypatch, name, shape, axis, dtype):
     force(name)
     made = plans(monkeypatch)
     check_everything(rng, shape, axis, dtype)
-    assert {plan.name for plan in made if plan.name != "warp"} <= {name, "stream"}
+    assert {plan.name for plan in made} <= {name, "warp", "stream", "scattered"}
     assert any(plan.name == name for plan in made)
 
 
@@ -295,7 +295,8 @@ def test_double_backward_of_large_means(rng, force, monkeypatch, name):
         means = np.linspace(1e3, 1.004e3, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
         check_batch_norm(rng, shape, axis, np.float32, of_gradients=(means, -2 * means))
     check_layer_norm(rng, (9, 1200 if long else 96), -1, np.float32, of_gradients=(1e3, -2e3))
-    assert {plan.name for plan in made} == {name}
+    assert {plan.name for plan in made} <= {name, "scattered"}
+    assert any(plan.name == name for plan in made)
 
 
 @pytest.mark.parametrize("name", ["block", "stream"])
@@ -423,7 +424,7 @@ def test_candidate_of_norms(rng, force, monkeypatch, name, case, shape, dtype):
     force(name)
     made = plans(monkeypatch)
     check_norm(rng, case, shape, dtype)
-    assert {plan.name for plan in made} <= {name, "warp", "stream"}
+    assert {plan.name for plan in made} <= {name, "warp", "stream", "scattered"}
     assert any(plan.name == name for plan in made)
 
 

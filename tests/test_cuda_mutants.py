@@ -148,8 +148,8 @@ MUTANTS = {
     "running statistics updated by every part": (
         "running_statistics_of_every_type and cluster",
         "transform.cuh",
-        "    if (first) {\n        a.running_mean",
-        "    {\n        a.running_mean",
+        "    if (first && !SPANS) {\n        a.running_mean",
+        "    if (!SPANS) {\n        a.running_mean",
     ),
     "channels beyond the last": (
         "test_candidate and stream and (300 or 130)",
@@ -217,11 +217,17 @@ MUTANTS = {
         "thread < THREADS; thread += GROUP",
         "thread < GROUP; thread += GROUP",
     ),
+    "another parameter's elements": (
+        "test_candidate_of_norms and block and group",
+        "layout.cuh",
+        "factor >> g.span_shift",
+        "factor >> (g.span_shift + 1)",
+    ),
     "gradients of one tile for all": (
         "test_candidate_of_norms and block and 600",
         "rows.cu",
-        "kept.add(0, n * TILE + i, of_weight",
-        "kept.add(0, i, of_weight",
+        "kept.get(n * TILE + i, mine)",
+        "kept.get(i, mine)",
     ),
     "a warp's terms left out": (
         "test_candidate_of_norms and block and instance",
@@ -340,8 +346,8 @@ MUTANTS = {
     "statistics about the mean after all": (
         "test_candidate_of_norms and warp and RMS and 120",
         "moments.cuh",
-        "const double correction = CENTERED ? ",
-        "const double correction = true ? ",
+        "if (CENTERED) sum[s].chunk += of_vector;",
+        "sum[s].chunk += of_vector;",
     ),
 }
 

@@ -36,8 +36,9 @@ def options(plan):
 
 def packed(plan):
     """Geometry and Cut, as the kernels see them."""
-    names = ("batch", "outer", "group", "inner", "members", "parameters", "span", "windows",
-             "share", "parts", "pieces", "tiles", "shift", "taken")  # fmt: skip
+    names = ("batch", "outer", "group", "inner", "members", "parameters",
+             "span", "span_factor", "span_shift",
+             "windows", "share", "parts", "pieces", "tiles", "shift", "taken")  # fmt: skip
     return dict(zip(names, np.frombuffer(plan.packed, np.int64).tolist(), strict=True))
 
 
@@ -134,8 +135,19 @@ def test_every_plan_covers_its_geometry(geometry, dtype, operands, lie, device):
         else:
             assert re.search(r"\w", made)
     apart = geometry.apart()
-    for find in (launch.sweep, launch.elementwise):
-        check(find(geometry, dtype, operands, lie, device), apart, dtype, operands, device)
+    check(launch.sweep(geometry, dtype, operands, lie, device), apart, dtype, operands, device)
+    for alike in (geometry, apart):
+        made = launch.elementwise(alike, dtype, operands, lie, device)
+        check(made, alike, dtype, operands, device)
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_numbers_are_divided_by_spans(divisor, number):
+    factor, shift = launch._division(divisor)
+    assert factor < 2**32
+    for n in (number, number // divisor * divisor, max(0, number // divisor * divisor - 1)):
+        assert n * factor >> shift == n // divisor
+    assert (2**31 - 1) * factor >> shift == (2**31 - 1) // divisor
 
 
 def names(shape, dtype, device, axis=1, operands=1):

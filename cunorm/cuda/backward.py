@@ -17,6 +17,7 @@ from .statistics import (
     address,
     aligned,
     dense,
+    in_memory_order,
     launch_cached,
     launch_channels,
     launch_cut,
@@ -87,7 +88,7 @@ def input_gradient(
     weight = dense(weight)
     target = source.pointer(out)
     lie = launch.alignment(source.pointer(dy), source.pointer(x), target)
-    plan = launch.elementwise(geometry, x.dtype, 2, lie, source.device())
+    plan = launch.elementwise(geometry.apart(), x.dtype, 2, lie, source.device())
     arguments = _arguments(
         dy, x, mean, dx=target, residual=residual, inv_std=inv_std, weight=weight,
         given=(source.pointer(sum_dy), source.pointer(sum_dy_xmu)), count=count,
@@ -130,7 +131,7 @@ def backward(
     elif plan.ahead:
         _stream_cached(dy, x, mean, target, geometry, plan, options)
     else:
-        _stream(dy, x, mean, target, training, geometry, plan, options)
+        _stream(dy, x, mean, target, training, lie, geometry, plan, options)
     if gradients is not None:
         add_up(gradients, dweight, dbias)
 
@@ -154,8 +155,9 @@ def _stream_cached(
 
 
 def _stream(
-    dy, x, mean, target: int, training, geometry: Geometry, plan: launch.LaunchPlan, options
-) -> None:
+    dy, x, mean, target: int, training, lie: launch.Alignment, geometry: Geometry,
+    plan: launch.LaunchPlan, options,
+) -> None:  # fmt: skip
     """Sums and, if there is a target, dx: for given statistics in the same sweep."""
     dtype = statistics_dtype(x.dtype)
     channels = geometry.statistics if plan.rows else geometry.batch * geometry.group
@@ -184,6 +186,8 @@ def _stream(
         _finish("share_sums", plan, number, share)
     if plan.rows:  # a block a part of a row, not of all rows in turn
         plan = plan._replace(blocks=channels * plan.parts)
+    elif in_memory_order(geometry, plan):
+        plan = launch.elementwise(geometry, x.dtype, 2, lie, source.device(), mean is not None)
     launch_cut(
         "backward.cu", "input_gradient", plan,
         _arguments(dy, x, mean, dx=target, given=sums, **options),

@@ -183,6 +183,7 @@ class _Problem(NamedTuple):
     access: _Access
     device: Device
     centered: bool  # whether statistics are about the mean, not about zero
+    writes: bool = True  # whether the kernels write as much output
 
 
 _Candidate: TypeAlias = Callable[[_Problem], "LaunchPlan | str"]
@@ -265,7 +266,10 @@ def _tile(p: _Problem) -> int:
     # statistics or parameters of its own, or may be none of the run's; of rows, of single
     # elements and, for gradients of their parameters, of two wide inputs.
     many = p.access.width == 8 and (
-        p.operands == 2 or p.geometry.inner == 1 or p.span > 0 or not p.access.aligned
+        p.operands == 2
+        or (p.geometry.inner == 1 and p.writes)
+        or p.span > 0
+        or not p.access.aligned
     )
     many |= p.span > 0 and (p.access.width == 1 or (p.operands == 2 and p.itemsize >= 4))
     if p.operands == 3:
@@ -609,6 +613,8 @@ def _stream(p: _Problem) -> LaunchPlan | str:
     """Several blocks for a channel, each of which takes a part of it."""
     if _gradients(p) and p.span >= _LONG_SPAN:
         p = _apart(p)
+    if p.geometry.inner == 1:  # the second sweep has a plan of its own
+        p = p._replace(writes=False)
     threads, across, a_tile = _streaming(p)
     number = _accesses(p)
     # Whole tiles, except for the last part.
@@ -751,10 +757,10 @@ def elementwise(
 ) -> LaunchPlan:  # fmt: skip
     """Plan for a kernel that reads everything once and makes nothing but as much output.
 
-    It takes a geometry of at least one element. Statistics are known: no channel needs another.
+    It takes a geometry of at least one element. Statistics are known: no channel needs another,
+    and `geometry.apart()` says so where every channel has its own.
     """
-    problem = _problem(geometry.apart(), dtype, operands, lie, device, centered)
-    return _first(ELEMENTWISE, problem)
+    return _first(ELEMENTWISE, _problem(geometry, dtype, operands, lie, device, centered))
 
 
 @lru_cache(maxsize=4096)

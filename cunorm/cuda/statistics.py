@@ -84,6 +84,15 @@ def launch_cached(
     )  # fmt: skip
 
 
+def in_memory_order(geometry: Geometry, plan: LaunchPlan) -> bool:
+    """Whether a plan that streams reads memory from one end to the other, as `elementwise` does.
+
+    What the first of two sweeps has read last is then what such a plan for the second, which goes
+    the other way, finds in the second-level cache.
+    """
+    return geometry.inner == 1 and not plan.rows
+
+
 def launch_channels(file: str, name: str, plan: LaunchPlan, each: int, number: int, arguments):
     """Launch a kernel whose blocks take `each` of a number of channels."""
     blocks = -(-number // each)

@@ -17,6 +17,7 @@ from .statistics import (
     address,
     aligned,
     dense,
+    in_memory_order,
     launch_cached,
     launch_channels,
     launch_cut,
@@ -41,7 +42,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
     weight, bias = dense(weight), dense(bias)
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
-    plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device(), mean is not None)
+    plan = launch.elementwise(geometry.apart(), x.dtype, 1, lie, source.device(), mean is not None)
     arguments = _ARGUMENTS.pack(
         source_place, target, address(mean), address(residual), address(inv_std), 0, 0,
         *parameter(weight), *parameter(bias), *ABSENT, *ABSENT, 0.0, 0.0, 0.0, 0.0, 0.0, 0,
@@ -58,7 +59,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     weight, bias = dense(weight), dense(bias)
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
-    plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device())
+    plan = launch.elementwise(geometry.apart(), x.dtype, 1, lie, source.device())
     xp = source.array_module()
     statistics = xp.ndarray((4, geometry.statistics), statistics_dtype(x.dtype))
     running_mean, running_var = dense(running_mean), dense(running_var)
@@ -119,6 +120,8 @@ def normalize(
             *parameter(weight), *parameter(bias), *ABSENT, *ABSENT,
             0.0, 0.0, 0.0, weight_offset, 0.0, 0,
         )  # fmt: skip
+        if in_memory_order(geometry, plan):
+            plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device(), centered)
         launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)
     put_back(running_var, var)
