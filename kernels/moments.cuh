@@ -126,10 +126,11 @@ class Accumulation {
         for (int s = 0; s < STATISTICS; ++s) {
             #pragma unroll
             for (int i = 0; i < TILE; ++i) {
+                if (!WHOLE && !tile.access[i].valid) continue;
                 Accumulator of_vector = 0, squares_of_vector = 0;
                 #pragma unroll
                 for (int l = 0; l < LANES; ++l) {
-                    if (WHOLE || tile.access[i].has(l)) {
+                    if (WHOLE || ALIGNED || tile.access[i].has(l)) {
                         const Accumulator d = deviation(widen(x[i], s + l), center[s]);
                         of_vector = l == 0 ? d : of_vector + d;
                         squares_of_vector = l == 0 ? d * d : squares_of_vector + d * d;

@@ -38,10 +38,11 @@ class Summation {
         for (int s = 0; s < STATISTICS; ++s) {
             #pragma unroll
             for (int i = 0; i < TILE; ++i) {
+                if (!tile.access[i].valid) continue;
                 Accumulator of_dy = 0, of_dy_xmu = 0;
                 #pragma unroll
                 for (int l = 0; l < LANES; ++l) {
-                    if (tile.access[i].has(s + l)) {
+                    if (ALIGNED || tile.access[i].has(s + l)) {
                         const Accumulator gradient = widen(dy[i], s + l);
                         const Accumulator product =
                             gradient * deviation(widen(x[i], s + l), mean[s]);
