@@ -23,7 +23,7 @@ template <int N> struct Totals {
 };
 
 // Numbers that are kept of an access: one of each element, or of all if they share a parameter.
-constexpr int KEPT = SPANS == 2 ? WIDTH : 1;
+constexpr int KEPT = SPANS > 1 ? WIDTH : 1;
 
 // As many of them as an access to shared memory moves.
 constexpr int BUNDLE = KEPT * sizeof(Accumulator) < 16 ? KEPT : 16 / sizeof(Accumulator);

@@ -296,6 +296,7 @@ struct Turns {
 
 // Of the parameters of a run, that of one of its elements.
 __device__ inline Offset parameter_of(const Geometry& g, Offset element) {
+    if (SPANS == 3) return element;
     if (WIDE) return element / static_cast<Offset>(g.span);
     const unsigned factor = static_cast<unsigned>(g.span_factor);
     return static_cast<Offset>(
@@ -307,31 +308,28 @@ __device__ inline Offset first_parameter(const Work& work, const Geometry& g) {
     return SPANS ? work.parameter * parameter_of(g, static_cast<Offset>(g.inner)) : 0;
 }
 
-// Those of the elements of an access, of which `find` takes the number in the run.
-template <class Find> __device__ inline void spread(
-    const Geometry& g, const Access& access, Accumulator (&numbers)[WIDTH], Find find
-) {
-    Accumulator number = 0;
-    #pragma unroll
-    for (int lane = 0; lane < WIDTH; ++lane) {
-        if (SPANS == 2 || lane == 0)
-            number = find(parameter_of(g, static_cast<Offset>(access.first + lane)));
-        numbers[lane] = number;
-    }
-}
-
-// The same, plus an offset, in a run whose parameters begin at `first`.
+// Parameters of the elements of an access, plus an offset, in a run whose own begin at `first`.
 __device__ inline void spread(
     const Parameter& parameter, const Geometry& g, Offset first, const Access& access,
     double absent, double offset, Accumulator (&numbers)[WIDTH]
 ) {
-    if (SPANS == 2 && g.span == 1 && access.valid) {
-        parameter.get(first + static_cast<Offset>(access.first), absent, offset, numbers);
-        return;
+    const Number* const place = parameter.as<Number>();
+    if (place == nullptr || !access.valid) {
+        #pragma unroll
+        for (int lane = 0; lane < WIDTH; ++lane)
+            numbers[lane] = static_cast<Accumulator>(absent);
+    } else if (SPANS == 3) {
+        read_numbers(place + (first + static_cast<Offset>(access.first)), offset, numbers);
+    } else {
+        Accumulator number = 0;
+        #pragma unroll
+        for (int lane = 0; lane < WIDTH; ++lane) {
+            const Offset element = static_cast<Offset>(access.first + lane);
+            if (SPANS == 2 || lane == 0)
+                number = shifted(read_common(place + (first + parameter_of(g, element))), offset);
+            numbers[lane] = number;
+        }
     }
-    spread(g, access, numbers, [&](Offset p) {
-        return access.valid ? parameter.get_common(first + p, absent, offset) : Accumulator(0);
-    });
 }
 
 // Those of a tile.
@@ -340,20 +338,7 @@ __device__ inline void spread(
     double absent, double offset, Accumulator (&numbers)[TILE][WIDTH]
 ) {
     const Offset first = first_parameter(work, g);
-    const float* const place = parameter.as<float>();
-    const bool plain = parameter.is_plain(offset) && tile.whole();  // as a rule
-    if (SPANS == 2 && g.span == 1 && plain) {
-        #pragma unroll
-        for (int i = 0; i < TILE; ++i)
-            read_numbers(place + (first + static_cast<Offset>(tile.access[i].first)), numbers[i]);
-    } else if (SPANS == 1 && plain) {
-        #pragma unroll
-        for (int i = 0; i < TILE; ++i)
-            spread(g, tile.access[i], numbers[i],
-                   [&](Offset p) { return read_common(place + (first + p)); });
-    } else {
-        #pragma unroll
-        for (int i = 0; i < TILE; ++i)
-            spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
-    }
+    #pragma unroll
+    for (int i = 0; i < TILE; ++i)
+        spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
 }

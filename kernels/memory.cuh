@@ -127,47 +127,38 @@ __device__ inline float to_number(float value) { return value; }
 __device__ inline float to_number(__half value) { return __half2float(value); }
 __device__ inline float to_number(__nv_bfloat16 value) { return __bfloat162float(value); }
 
-// A parameter plus an offset, rounded as their sum: what the accumulator type takes from the
-// offset is made up for.
-template <class T> __device__ inline Accumulator shifted(T number, double offset) {
-    if constexpr (sizeof(T) > sizeof(Accumulator))
-        return static_cast<Accumulator>(number + offset);
+// A number plus an offset, rounded as their sum: what the accumulator type takes from the offset is
+// made up for.
+__device__ inline Accumulator shifted(Number number, double offset) {
+    if (offset == 0.0) return static_cast<Accumulator>(to_number(number));  // as a rule
+    if constexpr (sizeof(Number) > sizeof(Accumulator))
+        return static_cast<Accumulator>(to_number(number) + offset);
     const Accumulator high = static_cast<Accumulator>(offset);
     return (static_cast<Accumulator>(to_number(number)) + high)
          + static_cast<Accumulator>(offset - static_cast<double>(high));
 }
 
-// WIDTH numbers from an address that is aligned to as many, or to 16 bytes.
-template <class T> __device__ inline void read_numbers(
-    const T* place, Accumulator (&numbers)[WIDTH], double offset = 0.0
+// WIDTH of them, from an address that is aligned to as many, or to 16 bytes.
+__device__ inline void read_numbers(
+    const Number* place, double offset, Accumulator (&numbers)[WIDTH]
 ) {
-    constexpr int each = sizeof(T) * WIDTH < 16 ? WIDTH : 16 / sizeof(T);
-    struct alignas(sizeof(T) * each) Part { T number[each]; };
+    constexpr int each = sizeof(Number) * WIDTH < 16 ? WIDTH : 16 / sizeof(Number);
+    struct alignas(sizeof(Number) * each) Part { Number number[each]; };
     #pragma unroll
     for (int i = 0; i < WIDTH; i += each) {
         const Part part = read_common(reinterpret_cast<const Part*>(place + i));
-        if (offset == 0.0) {  // as a rule
-            #pragma unroll
-            for (int j = 0; j < each; ++j)
-                numbers[i + j] = static_cast<Accumulator>(to_number(part.number[j]));
-        } else {
-            #pragma unroll
-            for (int j = 0; j < each; ++j) numbers[i + j] = shifted(part.number[j], offset);
-        }
+        #pragma unroll
+        for (int j = 0; j < each; ++j) numbers[i + j] = shifted(part.number[j], offset);
     }
 }
 
-// A parameter or running statistic: one number a channel, or none, of any type.
+// A parameter or running statistic: one number a channel, or none, of any type; where parameters
+// change within runs, of the type that these are known to have (`spread`).
 struct Parameter {
     void* data;
     long long kind;  // 0: float, 1: double, 2: __half, 3: __nv_bfloat16
 
     template <class T> __device__ T* as() const { return static_cast<T*>(data); }
-
-    // Whether there are numbers, of the most usual type, that an offset does not change.
-    __device__ bool is_plain(double offset) const {
-        return data != nullptr && kind == 0 && offset == 0.0;
-    }
 
     // What memory has of one: nothing waits for it until it is made a number.
     struct Asked { unsigned low, high; };
@@ -191,34 +182,6 @@ struct Parameter {
 
     __device__ double get(Offset i, double absent, double offset = 0.0) const {
         return number(ask(i), absent, offset);
-    }
-
-    // The same, if neighbouring threads read it too.
-    __device__ Accumulator get_common(Offset i, double absent, double offset) const {
-        if (data == nullptr) return static_cast<Accumulator>(absent);
-        if (kind == 0) return shifted(read_common(as<float>() + i), offset);
-        if (kind == 1) return shifted(read_common(as<double>() + i), offset);
-        if (kind == 2) return shifted(read_common(as<__half>() + i), offset);
-        return shifted(read_common(as<__nv_bfloat16>() + i), offset);
-    }
-
-    // WIDTH neighbouring ones, the first of which is aligned, plus an offset.
-    __device__ void get(
-        Offset i, double absent, double offset, Accumulator (&numbers)[WIDTH]
-    ) const {
-        if (data == nullptr) {
-            #pragma unroll
-            for (int lane = 0; lane < WIDTH; ++lane)
-                numbers[lane] = static_cast<Accumulator>(absent);
-        } else if (kind == 0) {
-            read_numbers(as<float>() + i, numbers, offset);
-        } else if (kind == 1) {
-            read_numbers(as<double>() + i, numbers, offset);
-        } else if (kind == 2) {
-            read_numbers(as<__half>() + i, numbers, offset);
-        } else {
-            read_numbers(as<__nv_bfloat16>() + i, numbers, offset);
-        }
     }
 
     __device__ void prefetch(Offset i) const {

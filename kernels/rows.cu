@@ -40,10 +40,10 @@ struct RowSums {
         for (int lane = 0; lane < WIDTH; ++lane) {
             const Accumulator gradient = widen(dy, lane);
             const Accumulator d = deviation(widen(x, lane), row.mean);
-            const Accumulator weighted = SPANS == 2 ? gradient * weight[lane] : gradient;
+            const Accumulator weighted = SPANS > 1 ? gradient * weight[lane] : gradient;
             of_dy = lane == 0 ? weighted : of_dy + weighted;
             of_dy_xmu = lane == 0 ? weighted * d : of_dy_xmu + weighted * d;
-            if (SPANS == 2) {
+            if (SPANS > 1) {
                 gradients[0][lane % KEPT] += gradient * (BIASED ? d * row.inv_std + shift
                                                                 : d * row.inv_std);
                 if (BIASED) gradients[PLANES - 1][lane % KEPT] += gradient;

@@ -132,8 +132,8 @@ __device__ inline void transform_tile(
             }
             Accumulator value = deviation(widen(x[i], lane), c.mean) * c.scale;
             if (BIASED) value += c.shift;
-            if (SPANS == 2) value *= parameters.weight[i][lane];
-            if (SPANS == 2 && BIASED) value += parameters.bias[i][lane];
+            if (SPANS > 1) value *= parameters.weight[i][lane];
+            if (SPANS > 1 && BIASED) value += parameters.bias[i][lane];
             result.lane[lane] = narrow(value);
         }
         tile.access[i].store(a.y, result);

@@ -15,7 +15,8 @@
 //   HEADER       bytes of shared memory before the elements that are kept there
 //   MERGED       1: neighbouring channels, `members` of them, share a statistic
 //   SPANS        parameters of runs: 0: one a run, of its channel; 1: they change between
-//                accesses; 2: within them
+//                accesses; 2: within them; 3: with every element
+//   PARAMETERS   type of those that change: 0: float, 1: double, 2: __half, 3: __nv_bfloat16
 //   CENTERED     0: statistics are about zero
 //   SHELVES      2: a group that takes rows in turns has room for the next; 1: it has not
 #pragma once
@@ -35,6 +36,16 @@ using Accumulator = float;
 #elif defined(ELEMENT_FLOAT64)
 using Element = double;
 using Accumulator = double;
+#endif
+
+#if PARAMETERS == 0
+using Number = float;
+#elif PARAMETERS == 1
+using Number = double;
+#elif PARAMETERS == 2
+using Number = __half;
+#else
+using Number = __nv_bfloat16;
 #endif
 
 #if WIDE

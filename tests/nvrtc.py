@@ -64,6 +64,7 @@ LAYOUTS = {
     "rows, part of a warp": (row_norm_geometry((131072, 128), 1), _PLAIN),
     "rows, block": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, about zero": (row_norm_geometry((16384, 4096), 1), _PLAIN),
+    "rows, weights as x": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, cluster": (row_norm_geometry((64, 81920), 1), _PLAIN),
     "rows, alone": (row_norm_geometry((64, 163840), 1), _PLAIN),
     "rows, stream": (row_norm_geometry((2, 1 << 22), 1), _PLAIN),
@@ -91,7 +92,10 @@ def specialization(layout, dtype, operands, architecture):
     geometry, lie = LAYOUTS[layout]
     device = _LARGE if architecture >= 90 else _SMALL
     centered = not layout.endswith("about zero")
-    return launch.plan(geometry, dtype, operands, lie, device, centered).options
+    # Parameters are of the accumulator type, unless they are of x's.
+    kinds = (2, 3, 0, 1) if layout.endswith("weights as x") else (0, 0, 0, 1)
+    kind = kinds[DTYPES.index(dtype)]
+    return launch.plan(geometry, dtype, operands, lie, device, centered, kind).options
 
 
 @cache

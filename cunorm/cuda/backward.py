@@ -18,6 +18,7 @@ from .statistics import (
     aligned,
     dense,
     in_memory_order,
+    kind_of,
     launch_cached,
     launch_channels,
     launch_cut,
@@ -109,17 +110,20 @@ def backward(
     target = address(out)
     # A missing output counts as 16-byte aligned, as fresh ones are.
     lie = launch.alignment(source.pointer(dy), source.pointer(x), target)
-    find = launch.plan if training else launch.sweep
-    plan = find(geometry, x.dtype, 2, lie, source.device(), mean is not None)
+    centered, kind = mean is not None, kind_of(x.dtype, weight)
+    if training:
+        plan = launch.plan(geometry, x.dtype, 2, lie, source.device(), centered, kind)
+    else:
+        plan = launch.sweep(geometry, x.dtype, 2, lie, source.device(), centered)
     options = {
-        "residual": residual, "inv_std": inv_std, "weight": aligned(weight, plan),
+        "residual": residual, "inv_std": inv_std, "weight": aligned(weight, plan, kind),
         "count": geometry.count, "weight_offset": weight_offset, "samples": plan.samples,
     }  # fmt: skip
     gradients = None
     wanted = dweight is not None or dbias is not None
     if wanted and (plan.rows or geometry.parameters < geometry.batch * geometry.group):
         blocks = plan.sample_blocks if plan.rows else geometry.batch
-        planes = 1 if plan.rows and mean is None else 2  # those rows have no bias
+        planes = 1 if plan.rows and not centered else 2  # those rows have no bias
         dtype = statistics_dtype(x.dtype)
         gradients = source.array_module().ndarray((blocks, planes, geometry.parameters), dtype)
         options["gradients"] = source.pointer(gradients)

@@ -12,7 +12,7 @@ from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import launch, source
 from .backward import add_up
-from .statistics import address, aligned, launch_channels, launch_cut, parameter
+from .statistics import address, aligned, kind_of, launch_channels, launch_cut, parameter
 
 __all__ = ["double_backward"]
 
@@ -34,9 +34,12 @@ def double_backward(
     """
     given = [address(gdx), *map(source.pointer, (dy, x, ddy, ddx))]
     lie = launch.alignment(*given)
-    find = launch.plan if training else launch.sweep
-    plan = find(geometry, x.dtype, 3, lie, source.device())
-    parameters = [aligned(array, plan) for array in (weight, gdweight, gdbias)]
+    kind = kind_of(x.dtype, weight, gdweight, gdbias)
+    if training:
+        plan = launch.plan(geometry, x.dtype, 3, lie, source.device(), parameters=kind)
+    else:
+        plan = launch.sweep(geometry, x.dtype, 3, lie, source.device())
+    parameters = [aligned(array, plan, kind) for array in (weight, gdweight, gdbias)]
     empty, dtype = source.array_module().empty, statistics_dtype(x.dtype)
 
     gradients = None

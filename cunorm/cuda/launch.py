@@ -183,6 +183,7 @@ class _Problem(NamedTuple):
     access: _Access
     device: Device
     centered: bool  # whether statistics are about the mean, not about zero
+    parameters: int  # kind of those that change within a run (PARAMETERS in types.cuh)
     writes: bool = True  # whether the kernels write as much output
 
 
@@ -286,7 +287,7 @@ def _held(p: _Problem, most: int) -> int:
     # Parameters of a thread's last tile stay in registers: to look for those of others again,
     # element by element, costs more than it saves. And without copies that go on by themselves
     # (compute capability 8.0) it is many threads that keep memory busy.
-    if p.span == 0 or (p.span > 1 and _spans(p) == 2) or p.device.compute_capability < 80:
+    if p.span == 0 or _spans(p) == 2 or p.device.compute_capability < 80:
         return tile
     return max(1, most // (tile * p.access.width * p.itemsize)) * tile
 
@@ -298,8 +299,8 @@ def _gradients(p: _Problem) -> bool:
 
 def _spans(p: _Problem) -> int:
     """Where the parameters of a run change (SPANS in types.cuh)."""
-    if p.span == 0:
-        return 0
+    if p.span <= 1:
+        return 3 * p.span
     return 1 if p.span % p.access.width == 0 else 2
 
 
@@ -350,7 +351,7 @@ def _built(
     samples, sample_blocks = 0, 1
     if p.span > 0 and (p.operands > 1 or (resident and shelves == 2)):  # rows in turns
         # Of gradients, a number of each element, or of each access whose elements share parameters.
-        gradients = tile * threads * (width if _spans(p) == 2 else 1) * max(4, p.itemsize)
+        gradients = tile * threads * (width if _spans(p) > 1 else 1) * max(4, p.itemsize)
         if p.operands < 3:
             kept = shelves * tiles * tile_elements * p.itemsize * p.operands
         if p.operands == 2:  # those of the last tiles lie where rows were, in the end
@@ -390,6 +391,7 @@ def _built(
         "HEADER": header,
         "MERGED": int(resident and members > 1),
         "SPANS": _spans(p),
+        "PARAMETERS": p.parameters if p.span > 0 else 0,
         "CENTERED": int(p.centered),
         "SHELVES": shelves,
     }
@@ -694,13 +696,15 @@ ELEMENTWISE: tuple[_Candidate, ...] = (_warp, _scattered)
 
 def _problem(
     geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
-    centered: bool = True,
+    centered: bool = True, parameters: int = 0,
 ) -> _Problem:  # fmt: skip
     geometry, span = _canonical(geometry)
     access = _access(geometry, dtype.itemsize, lie, span > 0)
     if operands == 3 and geometry.inner == 1:  # five numbers of a column take ten registers
         access = access._replace(width=min(access.width, 4))
-    return _Problem(geometry, span, dtype.name, dtype.itemsize, operands, access, device, centered)
+    return _Problem(
+        geometry, span, dtype.name, dtype.itemsize, operands, access, device, centered, parameters
+    )
 
 
 def candidates(
@@ -727,14 +731,15 @@ def _first(tried: tuple[_Candidate, ...], p: _Problem) -> LaunchPlan:
 @lru_cache(maxsize=4096)
 def plan(
     geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
-    centered: bool = True,
+    centered: bool = True, parameters: int = 0,
 ) -> LaunchPlan:  # fmt: skip
     """Plan for statistics and transform of a geometry of at least one element.
 
     ``operands`` is the number of arrays that are read: 1 forward, 2 backward, 3 in a double
-    backward pass. Statistics are ``centered`` about the mean, or about zero.
+    backward pass. Statistics are ``centered`` about the mean, or about zero. ``parameters`` is
+    the kind of those of rows (`statistics.parameter`).
     """
-    problem = _problem(geometry, dtype, operands, lie, device, centered)
+    problem = _problem(geometry, dtype, operands, lie, device, centered, parameters)
     return _first(ROW_CANDIDATES if problem.span > 0 else CANDIDATES, problem)
 
 
@@ -775,6 +780,6 @@ def adding(columns: int, dtype: np.dtype, numbers: int) -> Launch:
         **dict.fromkeys(
             ("WIDTH", "ALIGNED", "TILE", "ACROSS", "CLUSTER", "CENTERED", "SHELVES"), 1
         ),
-        **dict.fromkeys(("COLUMNS", "HEADER", "MERGED", "SPANS"), 0),
+        **dict.fromkeys(("COLUMNS", "HEADER", "MERGED", "SPANS", "PARAMETERS"), 0),
     }
     return Launch(_macros(options), _ceil_div(columns, 32), threads, threads * 16)

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 
 from ..arrays import is_plain
+from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import source
 from .launch import LaunchPlan, adding, alignment, sweep
@@ -25,11 +26,13 @@ _BFLOAT16 = 3  # by elimination, so that ml_dtypes need not be imported
 ABSENT = (0, 0)  # of a parameter
 
 
+def _kind(array) -> int:
+    return _KINDS.get(array.dtype, _BFLOAT16)
+
+
 def parameter(array):
     """Address and kind of a dense array of one value a channel (Parameter in memory.cuh)."""
-    if array is None:
-        return ABSENT
-    return source.pointer(array), _KINDS.get(array.dtype, _BFLOAT16)
+    return ABSENT if array is None else (source.pointer(array), _kind(array))
 
 
 def dense(values):
@@ -39,12 +42,23 @@ def dense(values):
     return values.copy()
 
 
-def aligned(values, plan: LaunchPlan):
-    """The same for a parameter; rows want theirs on a 16-byte boundary, as fresh ones are."""
+def kind_of(dtype: np.dtype, *parameters) -> int:
+    """Kind that rows of this dtype read their parameters as: theirs, if all of them have one."""
+    kinds = {_kind(values) for values in parameters if values is not None}
+    return kinds.pop() if len(kinds) == 1 else _KINDS[statistics_dtype(dtype)]
+
+
+def aligned(values, plan: LaunchPlan, kind: int):
+    """`dense` for a parameter, which rows want to be of a kind.
+
+    They want it to begin on a 16-byte boundary, too, as fresh ones do.
+    """
     values = dense(values)
-    if values is not None and plan.rows and source.pointer(values) % 16:
-        return values.copy()
-    return values
+    if values is None or not plan.rows:
+        return values
+    if _kind(values) != kind:  # then this is the accumulator's
+        return values.astype("float64" if kind == _KINDS[np.dtype(np.float64)] else "float32")
+    return values.copy() if source.pointer(values) % 16 else values
 
 
 def put_back(values, copy):

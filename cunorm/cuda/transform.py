@@ -18,6 +18,7 @@ from .statistics import (
     aligned,
     dense,
     in_memory_order,
+    kind_of,
     launch_cached,
     launch_channels,
     launch_cut,
@@ -85,8 +86,9 @@ def normalize(
     """
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
-    plan = launch.plan(geometry, x.dtype, 1, lie, source.device(), centered)
-    weight, bias = aligned(weight, plan), aligned(bias, plan)
+    kind = kind_of(x.dtype, weight, bias)
+    plan = launch.plan(geometry, x.dtype, 1, lie, source.device(), centered, kind)
+    weight, bias = aligned(weight, plan, kind), aligned(bias, plan, kind)
     dtype = statistics_dtype(x.dtype)
     number = geometry.statistics
     mean, var = dense(running_mean), dense(running_var)
