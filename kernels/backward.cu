@@ -70,9 +70,9 @@ KERNEL share_sums(const BackwardArguments a) {
 
 // dx from sums that are known.
 //
-// A group of threads takes one part of its channels, as in `reduce`, but in reverse
-// order of the groups: what that sweep read last is nearest. The first tile is under way
-// while the coefficients are made. Shared memory: those of every position.
+// A group of threads takes one part of its channels, in reverse order of the groups: of what
+// `reduce` read last, some is near. The first tile is under way while the coefficients are made.
+// Shared memory: those of every position.
 KERNEL input_gradient(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);

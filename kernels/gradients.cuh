@@ -59,7 +59,7 @@ struct BackwardArguments {
     const Accumulator *given_dy, *given_dy_xmu;
     // What is made of the sums; each may be absent.
     Accumulator *sum_dy, *sum_dy_xmu;
-    Accumulator* gradients;                       // dweight, dbias of every sample, or block of them
+    Accumulator* gradients;                       // of every sample or block of them: dweight, dbias
     Parameter dweight, dbias;
     double each;                                  // 1 / n, n on all ranks
     double weight_offset;

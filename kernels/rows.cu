@@ -50,7 +50,8 @@ struct RowSums {
             }
         }
         if (SPANS == 1) {  // one parameter has all of them
-            gradients[0][0] += of_dy_xmu * row.inv_std + of_dy * shift;
+            gradients[0][0] += of_dy_xmu * row.inv_std
+                             + (shift != 0 ? of_dy * shift : 0);  // 0 also for inf
             if (BIASED) gradients[PLANES - 1][0] += of_dy;
             of_dy *= weight[0];
             of_dy_xmu *= weight[0];
@@ -70,7 +71,7 @@ struct RowSums {
 //
 // A group of threads, or the blocks of a cluster, hold a row. Weights and gradients of every
 // thread's last tile are in its registers, gradients of those before in shared memory, before the
-// rows; in the end all are there, where rows were. gradients[block] = dweight, dbias.
+// rows; in the end all are there, where rows were. gradients[block] = dweight, dbias if there is one.
 CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Geometry& g = a.geometry;

@@ -30,9 +30,9 @@ KERNEL finish_statistics(const TransformArguments a) {
 
 // Transform with statistics that are known.
 //
-// A group of threads takes one part of its channels, as in `moments`, but in reverse
-// order of the groups: what the sweep for the statistics read last is nearest. The first
-// tile is under way while the coefficients are made. Shared memory: those of every position.
+// A group of threads takes one part of its channels, in reverse order of the groups: of what the
+// sweep for the statistics read last, some is near. The first tile is under way while the
+// coefficients are made. Shared memory: those of every position.
 KERNEL transform(const TransformArguments a) {
     SHARED_MEMORY(shared);
     const Work work(a.geometry, a.cut, true);

@@ -125,15 +125,11 @@ __device__ inline void transform_tile(
         Elements result;
         #pragma unroll
         for (int lane = 0; lane < WIDTH; ++lane) {
-            Coefficients c = coefficients[COLUMNS ? lane : 0];
-            if (SPANS == 1) {  // the same for all lanes
-                c.scale *= parameters.weight[i][0];
-                c.shift = BIASED ? c.shift * parameters.weight[i][0] + parameters.bias[i][0] : 0;
-            }
+            const Coefficients& c = coefficients[COLUMNS ? lane : 0];
             Accumulator value = deviation(widen(x[i], lane), c.mean) * c.scale;
             if (BIASED) value += c.shift;
-            if (SPANS > 1) value *= parameters.weight[i][lane];
-            if (SPANS > 1 && BIASED) value += parameters.bias[i][lane];
+            if (SPANS) value *= parameters.weight[i][lane];
+            if (SPANS && BIASED) value += parameters.bias[i][lane];
             result.lane[lane] = narrow(value);
         }
         tile.access[i].store(a.y, result);

@@ -55,6 +55,7 @@ LAYOUTS = {
     "columns, block": (channels(128, 1024, 1), _PLAIN),
     "columns, cluster": (channels(12544, 1024, 1), _PLAIN),
     "columns, stream": (channels(200704, 256, 1), _PLAIN),
+    "columns, scattered": (channels(200704, 256, 1), _PLAIN),
     "columns, narrow": (channels(5000, 1001, 1), _PLAIN),
     "columns, merged": (group_norm_geometry((64, 784, 256), 2, 32), _PLAIN),
     "cached": (channels(4, 128, 1 << 20), _PLAIN),
@@ -95,6 +96,8 @@ def specialization(layout, dtype, operands, architecture):
     # Parameters are of the accumulator type, unless they are of x's.
     kinds = (2, 3, 0, 1) if layout.endswith("weights as x") else (0, 0, 0, 1)
     kind = kinds[DTYPES.index(dtype)]
+    if layout.endswith("scattered"):
+        return launch.elementwise(geometry, dtype, operands, lie, device).options
     return launch.plan(geometry, dtype, operands, lie, device, centered, kind).options
 
 

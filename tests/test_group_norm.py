@@ -148,6 +148,36 @@ def test_parameters_of_another_dtype(rng, dtype, case):
         assert dweight.dtype == dbias.dtype == wide
 
 
+@pytest.mark.parametrize("shape", [(4, 8, 8, 8), (4, 6, 7, 7), (4, 16, 2)], ids=str)
+def test_infinite_weight(rng, shape):
+    """As the formula says; other channels have none of it."""
+    case = group(2)
+    x, _, weight, bias = operands(rng, case, shape, np.float32)
+    expected, _ = case.forward(x, weight, bias)
+    weight[1] = np.inf
+    y, saved = case.forward(x, weight, bias)
+    mean = saved.mean.astype(float) + saved.residual
+    deviation = x[:, 1] - mean[:, 0].reshape(-1, *[1] * (len(shape) - 2))
+    np.testing.assert_array_equal(y[:, 1], np.sign(deviation) * np.inf)
+    others = np.arange(shape[1]) != 1
+    np.testing.assert_array_equal(y[:, others], expected[:, others])
+
+
+def test_infinite_gradient(rng):
+    """Of a loss that was scaled too far: where rounding took nothing from a mean, no NaN."""
+    case, shape = group(2), (4, 8, 8, 8)
+    x = rng.integers(-4, 5, shape).astype(np.float32)  # of which all sums are exact
+    dy = rng.standard_normal(shape).astype(np.float32)
+    dy[2, 5, 3, 3] = np.inf
+    _, saved = case.forward(x, None, None)
+    np.testing.assert_array_equal(saved.residual, 0)
+    x[2, 5, 3, 3] = saved.mean[2, 1] + 1
+    _, dweight, dbias = case.backward(dy, x, saved, None)
+    others = np.arange(8) != 5
+    np.testing.assert_array_equal([dweight[5], dbias[5]], np.inf)
+    assert np.isfinite([dweight[others], dbias[others]]).all()
+
+
 @pytest.mark.parametrize("case", [group(2), instance()], ids=str)
 @pytest.mark.parametrize("shape", [(0, 4, 5), (3, 4, 0), (3, 0, 5), (0, 0)], ids=str)
 def test_empty(shape, case):

@@ -952,8 +952,8 @@ def backward(
     """Gradients with respect to x into `out`, to weight into `dweight`, to bias into `dbias`.
 
     Each of them may be None. In training mean and inv_std are those of x, or, if mean is None,
-    those about zero; otherwise they are given numbers, and None means 0 and 1. Weights count
-    `weight_offset` more.
+    those about zero, and there is no bias; otherwise they are given numbers, and None means 0 and
+    1. Weights count `weight_offset` more.
     """
     dtype = statistics_dtype(x.dtype)
     none = NONE[dtype]

@@ -588,9 +588,9 @@ def normalize(
     """Statistics of x, then its transform with them into `out`.
 
     The running statistics take in mean and var * scale. Not `centered`, statistics are taken
-    about zero: the mean is 0, and the variance the mean square. Weights count `weight_offset`
-    more. Returns mean, inv_std, residual (what rounding took from the mean) and variance as
-    the first rows of one array, in the accumulator type.
+    about zero, and there is no bias: the mean is 0, and the variance the mean square. Weights
+    count `weight_offset` more. Returns mean, inv_std, residual (what rounding took from the mean)
+    and variance as the first rows of one array, in the accumulator type.
     """
     streaming = 2 * x.nbytes > STREAMING_BYTES
     call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)

@@ -17,12 +17,12 @@ from .statistics import (
     address,
     aligned,
     dense,
-    in_memory_order,
     kind_of,
     launch_cached,
     launch_channels,
     launch_cut,
     parameter,
+    second_plan,
 )
 
 __all__ = ["backward", "input_gradient", "reduce"]
@@ -104,13 +104,14 @@ def backward(
     """Gradients with respect to x into `out`, to weight into `dweight`, to bias into `dbias`.
 
     Each of them may be None. In training mean and inv_std are those of x, or, if mean is None,
-    those about zero; otherwise they are given numbers, and None means 0 and 1. Weights count
-    `weight_offset` more.
+    those about zero, and there is no bias; otherwise they are given numbers, and None means 0 and
+    1. Weights count `weight_offset` more.
     """
     target = address(out)
     # A missing output counts as 16-byte aligned, as fresh ones are.
     lie = launch.alignment(source.pointer(dy), source.pointer(x), target)
     centered, kind = mean is not None, kind_of(x.dtype, weight)
+    assert centered or dbias is None or not training
     if training:
         plan = launch.plan(geometry, x.dtype, 2, lie, source.device(), centered, kind)
     else:
@@ -190,8 +191,8 @@ def _stream(
         _finish("share_sums", plan, number, share)
     if plan.rows:  # a block a part of a row, not of all rows in turn
         plan = plan._replace(blocks=channels * plan.parts)
-    elif in_memory_order(geometry, plan):
-        plan = launch.elementwise(geometry, x.dtype, 2, lie, source.device(), mean is not None)
+    else:
+        plan = second_plan(plan, geometry, x.dtype, 2, lie, source.device(), mean is not None)
     launch_cut(
         "backward.cu", "input_gradient", plan,
         _arguments(dy, x, mean, dx=target, given=sums, **options),

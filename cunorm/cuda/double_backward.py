@@ -36,7 +36,7 @@ def double_backward(
     lie = launch.alignment(*given)
     kind = kind_of(x.dtype, weight, gdweight, gdbias)
     if training:
-        plan = launch.plan(geometry, x.dtype, 3, lie, source.device(), parameters=kind)
+        plan = launch.plan(geometry, x.dtype, 3, lie, source.device(), kind=kind)
     else:
         plan = launch.sweep(geometry, x.dtype, 3, lie, source.device())
     parameters = [aligned(array, plan, kind) for array in (weight, gdweight, gdbias)]

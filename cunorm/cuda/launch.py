@@ -183,7 +183,7 @@ class _Problem(NamedTuple):
     access: _Access
     device: Device
     centered: bool  # whether statistics are about the mean, not about zero
-    parameters: int  # kind of those that change within a run (PARAMETERS in types.cuh)
+    kind: int  # of the parameters that change within a run (PARAMETERS in types.cuh)
     writes: bool = True  # whether the kernels write as much output
 
 
@@ -391,7 +391,7 @@ def _built(
         "HEADER": header,
         "MERGED": int(resident and members > 1),
         "SPANS": _spans(p),
-        "PARAMETERS": p.parameters if p.span > 0 else 0,
+        "PARAMETERS": p.kind if p.span > 0 else 0,
         "CENTERED": int(p.centered),
         "SHELVES": shelves,
     }
@@ -615,7 +615,7 @@ def _stream(p: _Problem) -> LaunchPlan | str:
     """Several blocks for a channel, each of which takes a part of it."""
     if _gradients(p) and p.span >= _LONG_SPAN:
         p = _apart(p)
-    if p.geometry.inner == 1:  # the second sweep has a plan of its own
+    if p.geometry.inner == 1 and p.operands == 1:  # the second sweep has a plan of its own
         p = p._replace(writes=False)
     threads, across, a_tile = _streaming(p)
     number = _accesses(p)
@@ -696,14 +696,14 @@ ELEMENTWISE: tuple[_Candidate, ...] = (_warp, _scattered)
 
 def _problem(
     geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
-    centered: bool = True, parameters: int = 0,
+    centered: bool = True, kind: int = 0,
 ) -> _Problem:  # fmt: skip
     geometry, span = _canonical(geometry)
     access = _access(geometry, dtype.itemsize, lie, span > 0)
     if operands == 3 and geometry.inner == 1:  # five numbers of a column take ten registers
         access = access._replace(width=min(access.width, 4))
     return _Problem(
-        geometry, span, dtype.name, dtype.itemsize, operands, access, device, centered, parameters
+        geometry, span, dtype.name, dtype.itemsize, operands, access, device, centered, kind
     )
 
 
@@ -731,15 +731,15 @@ def _first(tried: tuple[_Candidate, ...], p: _Problem) -> LaunchPlan:
 @lru_cache(maxsize=4096)
 def plan(
     geometry: Geometry, dtype: np.dtype, operands: int, lie: Alignment, device: Device,
-    centered: bool = True, parameters: int = 0,
+    centered: bool = True, kind: int = 0,
 ) -> LaunchPlan:  # fmt: skip
     """Plan for statistics and transform of a geometry of at least one element.
 
     ``operands`` is the number of arrays that are read: 1 forward, 2 backward, 3 in a double
-    backward pass. Statistics are ``centered`` about the mean, or about zero. ``parameters`` is
-    the kind of those of rows (`statistics.parameter`).
+    backward pass. Statistics are ``centered`` about the mean, or about zero. Parameters of rows
+    are of a ``kind`` (`statistics.parameter`).
     """
-    problem = _problem(geometry, dtype, operands, lie, device, centered, parameters)
+    problem = _problem(geometry, dtype, operands, lie, device, centered, kind)
     return _first(ROW_CANDIDATES if problem.span > 0 else CANDIDATES, problem)
 
 

@@ -10,7 +10,7 @@ from ..arrays import is_plain
 from ..checks import statistics_dtype
 from ..geometry import Geometry
 from . import source
-from .launch import LaunchPlan, adding, alignment, sweep
+from .launch import LaunchPlan, adding, alignment, elementwise, sweep
 
 __all__ = ["moments", "update_running"]
 
@@ -98,13 +98,14 @@ def launch_cached(
     )  # fmt: skip
 
 
-def in_memory_order(geometry: Geometry, plan: LaunchPlan) -> bool:
-    """Whether a plan that streams reads memory from one end to the other, as `elementwise` does.
+def second_plan(plan: LaunchPlan, geometry: Geometry, *how) -> LaunchPlan:
+    """Plan for the second of two sweeps, the first of which streams by another.
 
-    What the first of two sweeps has read last is then what such a plan for the second, which goes
-    the other way, finds in the second-level cache.
+    Columns have few large blocks in the first, whose parts are quickly folded, and in the second
+    small ones, which keep memory busier. `how`: what `elementwise` takes after the geometry.
     """
-    return geometry.inner == 1 and not plan.rows
+    columns = geometry.inner == 1 < geometry.group and not plan.rows
+    return elementwise(geometry, *how) if columns else plan
 
 
 def launch_channels(file: str, name: str, plan: LaunchPlan, each: int, number: int, arguments):

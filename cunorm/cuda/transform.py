@@ -17,7 +17,6 @@ from .statistics import (
     address,
     aligned,
     dense,
-    in_memory_order,
     kind_of,
     launch_cached,
     launch_channels,
@@ -25,6 +24,7 @@ from .statistics import (
     parameter,
     partial_moments,
     put_back,
+    second_plan,
 )
 
 __all__ = ["infer", "normalize", "transform"]
@@ -80,10 +80,11 @@ def normalize(
     """Statistics of x, then its transform with them into `out`.
 
     The running statistics take in mean and var * scale. Not `centered`, statistics are taken
-    about zero: the mean is 0, and the variance the mean square. Weights count `weight_offset`
-    more. Returns mean, inv_std, residual (what rounding took from the mean) and variance as
-    the first rows of one array, in the accumulator type.
+    about zero, and there is no bias: the mean is 0, and the variance the mean square. Weights
+    count `weight_offset` more. Returns mean, inv_std, residual (what rounding took from the mean)
+    and variance as the first rows of one array, in the accumulator type.
     """
+    assert centered or bias is None
     source_place, target = source.pointer(x), source.pointer(out)
     lie = launch.alignment(source_place, target)
     kind = kind_of(x.dtype, weight, bias)
@@ -122,8 +123,7 @@ def normalize(
             *parameter(weight), *parameter(bias), *ABSENT, *ABSENT,
             0.0, 0.0, 0.0, weight_offset, 0.0, 0,
         )  # fmt: skip
-        if in_memory_order(geometry, plan):
-            plan = launch.elementwise(geometry, x.dtype, 1, lie, source.device(), centered)
+        plan = second_plan(plan, geometry, x.dtype, 1, lie, source.device(), centered)
         launch_cut("transform.cu", "transform", plan, arguments)
     put_back(running_mean, mean)
     put_back(running_var, var)
