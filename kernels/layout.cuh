@@ -338,7 +338,13 @@ __device__ inline void spread(
     double absent, double offset, Accumulator (&numbers)[TILE][WIDTH]
 ) {
     const Offset first = first_parameter(work, g);
-    #pragma unroll
-    for (int i = 0; i < TILE; ++i)
-        spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
+    if (offset == 0.0) {  // as a rule; where the compiler knows it, nothing is added
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            spread(parameter, g, first, tile.access[i], absent, 0.0, numbers[i]);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < TILE; ++i)
+            spread(parameter, g, first, tile.access[i], absent, offset, numbers[i]);
+    }
 }

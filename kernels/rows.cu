@@ -71,7 +71,8 @@ struct RowSums {
 //
 // A group of threads, or the blocks of a cluster, hold a row. Weights and gradients of every
 // thread's last tile are in its registers, gradients of those before in shared memory, before the
-// rows; in the end all are there, where rows were. gradients[block] = dweight, dbias if there is one.
+// rows; in the end all are there, where rows were. gradients[block] = dweight and, if there are two
+// planes, dbias.
 CLUSTER_KERNEL backward_rows(const BackwardArguments a) {
     SHARED_MEMORY(shared);
     const Geometry& g = a.geometry;
