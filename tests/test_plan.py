@@ -108,6 +108,13 @@ def test_small_arrays_use_several_threads():
     assert plan.plan(batch_norm_geometry((64, 1024), 1), 4, 0).tasks == 2
 
 
+def test_samples_that_are_tasks_are_not_cut():
+    """A whole sample of 200 KB is one task, where there are some."""
+    for batch, blocks in ((1, 2), (3, 2), (4, 1), (64, 1)):
+        cut = plan.plan(group_norm_geometry((batch, 14, 14, 512), 3, 32), 2, 1)
+        assert cut.resident_tasks == batch * blocks
+
+
 @pytest.mark.parametrize(
     ("shape", "itemsize", "operands", "fold"),
     [
@@ -175,18 +182,21 @@ def test_rows_are_covered():
     ("shape", "itemsize", "resident"),
     [
         ((16, 131_072), 4, False),
-        ((64, 32_768), 2, False),
-        ((64, 32_768), 4, True),
-        ((32, 16_384), 8, False),
+        ((128, 32_768), 2, False),
+        ((128, 32_768), 4, True),
+        ((64, 32_768), 4, False),
+        ((64, 16_384), 8, False),
         ((1, 100_000), 4, False),
         ((16, 4096), 4, True),  # else one task
         ((2, 64), 4, True),
     ],
 )
 def test_partial_sums_of_rows_are_few(shape, itemsize, resident):
-    """Rows are read twice where the blocks' sums would be as much as the rows."""
+    """Rows are read twice where the blocks' sums would be half as much as the rows."""
     geometry = row_norm_geometry(shape, 1)
-    assert plan.plan(geometry, itemsize, 2).resident == resident
+    cut = plan.plan(geometry, itemsize, 2)
+    assert cut.resident == resident
+    assert resident or cut.block == shape[0]  # blocks that are no tasks need not be many
     assert plan.plan(geometry, itemsize, 1).resident
     assert plan.rows_plan(geometry, itemsize, 3).resident
 
@@ -205,8 +215,12 @@ def test_blocks_of_several_rows(number, blocks):
     [
         (row_norm_geometry((64, 4096), 1), plan.Rows, plan.Rows),
         (group_norm_geometry((128, 256, 28, 28), 1, 32), plan.Segments, plan.Segments),
-        (group_norm_geometry((128, 256, 14, 14), 1, 32), plan.Rows, plan.Segments),
-        (group_norm_geometry((128, 512, 7, 7), 1, 32), plan.Rows, plan.Rows),
+        (group_norm_geometry((128, 256, 14, 14), 1, 32), plan.Rows, plan.Rows),
+        (group_norm_geometry((32, 256, 14, 14), 1, 32), plan.Rows, plan.Segments),  # few samples
+        (group_norm_geometry((32, 256, 8, 8), 1, 32), plan.Rows, plan.Rows),
+        (group_norm_geometry((16, 256, 8, 8), 1, 32), plan.Rows, plan.Segments),
+        (group_norm_geometry((128, 256, 15, 15), 1, 32), plan.Rows, plan.Segments),
+        (group_norm_geometry((2, 512, 7, 7), 1, 32), plan.Rows, plan.Rows),
         (group_norm_geometry((128, 28, 28, 256), 3, 32), plan.Columns, plan.Columns),
         (group_norm_geometry((128, 28, 256, 28), 2, 32), plan.Columns, plan.Columns),
         (group_norm_geometry((8, 28, 256, 56), 2, 32), plan.Segments, plan.Segments),
@@ -270,6 +284,8 @@ def test_family_of_a_sweep_that_sums_nothing(shape, itemsize, family):
         ((8, 256, 16), 4, plan.Runs),
         ((8, 256, 15), 4, plan.Columns),
         ((8, 256, 17), 4, plan.Runs),
+        ((7, 256, 16), 2, plan.Runs),
+        ((8, 256, 16), 2, plan.Columns),  # 8 rows of half types are many
         ((8, 256, 18), 2, plan.Columns),  # a vector and two elements
         ((15, 256, 5, 5), 4, plan.Runs),
         ((16, 256, 5, 5), 4, plan.Columns),

@@ -797,10 +797,18 @@ def _add_up_samples(sum_dy, sum_dy_xmu, inv_std, members, parameters, dweight, d
     totals = np.zeros(parameters)
     if dweight.size:
         for first in range(0, sum_dy.size, parameters):
-            for i in range(parameters):
-                r = np.float64(load(inv_std, divide(first + i, members)[0]))
-                term = r * np.float64(load(sum_dy_xmu, first + i))
-                store(totals, i, load_scratch(totals, i) + term)
+            if members == 1:  # vectorized, as the other one is
+                for i in range(parameters):
+                    r = np.float64(load(inv_std, first + i))
+                    term = r * np.float64(load(sum_dy_xmu, first + i))
+                    store(totals, i, load_scratch(totals, i) + term)
+                continue
+            statistic = first // members
+            for begin in range(0, parameters, members):
+                r = np.float64(load(inv_std, statistic + begin // members))
+                for i in range(begin, begin + members):
+                    term = r * np.float64(load(sum_dy_xmu, first + i))
+                    store(totals, i, load_scratch(totals, i) + term)
         _store_totals(totals, dweight)
     if dbias.size:
         totals[:] = 0.0
@@ -896,11 +904,17 @@ def _backward_rows(
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
     else:
-        partials = np.empty((1, 2, number * length), mean.dtype)
+        # The sums over all samples are the gradients themselves, where these have the same type.
+        wanted = dweight.size == dbias.size == number * length
+        if wanted and dweight.dtype is dbias.dtype is mean.dtype:
+            of_weight, of_bias, gradients = dweight, dbias, False
+        else:
+            partials = np.empty((1, 2, number * length), mean.dtype)
+            of_weight, of_bias = partials[0]
         sums = np.empty((geometry.statistics, cut.pieces, 2))
         run(
             reduce_rows, number * cut.pieces, 2 * x.nbytes, dy.ravel(), x.ravel(),
-            *statistics, weight, sums, partials, numbers(*extents, *cut.arguments),
+            *statistics, weight, sums, of_weight, of_bias, numbers(*extents, *cut.arguments),
         )  # fmt: skip
         if out is not None:
             run(

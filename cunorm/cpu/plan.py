@@ -68,13 +68,14 @@ _TRANSFORMED_RUN = 64
 _FEW_POSITIONS, _ROWS_OF_FEW = 2048, 64
 
 # Where nothing is streamed, numbers of channels are worked out beforehand, and runs pay in place
-# of columns from a vector's length on, or _SHORT_RUN if there are many rows. What is left of a run
+# of columns from a vector's length on, or _SHORT_RUN if there are many rows, of half types already
+# half as many (measured on Zen 4). What is left of a run
 # behind its last vector is written one element after another: if there are many rows, or of half
 # types, it may be 1/16 of the run; of half types and many rows no more than a third may be left
 # behind the last two vectors, too. Runs so long that a sweep takes them as segments anyway may
 # leave what they like. Measured on Zen 3.
 # Longer runs are cut; and of more channels the caller is not to work out numbers all alone.
-_VECTOR = 16
+_VECTOR, _MANY_HALF_ROWS = 16, 8
 _LONGEST_RUN = 4096
 _MOST_CHANNELS = 4096
 
@@ -85,8 +86,10 @@ _APART_BYTES = 3 << 20
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
-# begin and end within them; a backward pass keeps gradients for every element of a row near.
+# begin and end within them; a backward pass keeps gradients for every element of a row near, which
+# pays for longer runs the more samples there are to share them: 4 elements a sample, on Zen 4.
 _SHORT_SPAN = (256, 256, 64, 64)
+_SHARED_SPAN, _SPAN_OF_SAMPLE = 200, 4
 _SHORT_COLUMN = 48
 
 # Elements summed in the accumulator type before float64 takes over; a chunk of
@@ -109,8 +112,8 @@ _FOLDED_POSITIONS = 512
 _PAGED_BYTES = 16 << 20
 _PAGE_BYTES = 4 << 10
 
-# Arrays of so many bytes, worth several threads but too small for several parts, are cut into
-# four blocks, but of so many positions at least.
+# Samples of so many bytes, worth several threads but too small for several parts, are cut into
+# four blocks, but of so many positions at least, unless they are as many themselves.
 _SHARED_BYTES = 128 << 10
 _SHARED_BLOCKS = 4
 _SHARED_POSITIONS = 256
@@ -151,8 +154,8 @@ _NEAR_BYTES = 8 << 20
 # The gradients of a row's parameters are added up in blocks of samples: 64 to keep many
 # threads busy, fewer where their partial sums would be more than 1/16 of the data, but 16 tasks
 # at least. Chains of additions are no longer than in columns. Where a block is so few samples
-# that its sums are as much as the data, rows of so many pieces are read twice instead: a task
-# then takes the same piece of all rows.
+# that its sums are half as much as the data, rows of so many pieces are read twice instead: a task
+# then takes the same piece of all rows, in blocks as large as may be.
 _MOST_BLOCKS = 64
 _LEAST_BLOCK_TASKS = 16
 _BLOCK_SHARE = 16
@@ -264,12 +267,15 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
     blocks = min(_MOST_BLOCKS, max(_ceil_div(_LEAST_BLOCK_TASKS, number), fitting))
     blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
     block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)
+    twice = operands == 2 and pieces >= _TWICE_PIECES and block * itemsize <= 2 * sums_bytes
+    resident = row_bytes * operands <= _RESIDENT_RUNS_BYTES and not twice
+    if not resident:  # blocks are no tasks
+        block = min(batch, _MOST_BLOCK_SAMPLES)
     blocks = _ceil_div(batch, block)
-    twice = operands == 2 and pieces >= _TWICE_PIECES and block * itemsize <= sums_bytes
     return Rows(
         tasks=batch * number * pieces,
         resident_tasks=number * blocks,
-        resident=row_bytes * operands <= _RESIDENT_RUNS_BYTES and not twice,
+        resident=resident,
         chunk_length=chunk_length,
         pieces=pieces,
         block=block,
@@ -353,7 +359,8 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
         fold = min(fold, few, outer)
         fold = fold // unit * unit or fold
         most = _MOST_BLOCK_POSITIONS
-        if operands and _SHARED_BYTES <= outer * row_bytes <= _PART_BYTES:
+        shared = operands > 0 and batch < _SHARED_BLOCKS
+        if shared and _SHARED_BYTES <= outer * row_bytes <= _PART_BYTES:
             most = min(most, max(_SHARED_POSITIONS, row_positions // _SHARED_BLOCKS))
         block_channels = min(group, max(least, most // inner // least * least))
         if fold > 1:
@@ -398,9 +405,12 @@ def plan(
 def _plan(
     geometry: Geometry, itemsize: int, operands: int, centered: bool, threads: int
 ) -> Segments | Columns | Rows:
-    _, outer, _, inner, members, _ = geometry
+    batch, outer, _, inner, members, _ = geometry
     if outer == 1:
-        if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
+        span = _SHORT_SPAN[operands]
+        if operands == 2:
+            span = max(span, min(_SHARED_SPAN, _SPAN_OF_SAMPLE * batch))
+        if inner < span and (members > 1 or not centered):
             return rows_plan(geometry, itemsize, operands)
         if inner >= _SHORT_ONLY_RUN:
             return _segments(geometry, itemsize, operands, threads)
@@ -423,7 +433,8 @@ def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Row
     """Plan for a sweep whose output stays near, where that pays more than what is `cut`."""
     batch, outer, group, inner, members, _ = geometry
     few = outer < _MANY_ROWS
-    long = inner >= (_VECTOR if few else _SHORT_RUN)
+    many = _MANY_ROWS if itemsize > 2 else _MANY_HALF_ROWS
+    long = inner >= (_VECTOR if outer < many else _SHORT_RUN)
     whole = inner % _VECTOR * _VECTOR <= inner  # most of a run is vectors
     if itemsize > 2:
         whole = whole or few

@@ -38,16 +38,18 @@ from .entry import keep
 from .tasks import ASLEEP, MOVED, NATIVE, NOBODY, SLEEPS, STATE, ring, serve
 from .threads import MOST_THREADS, get_num_threads
 
-__all__ = ["is_brief", "run"]
+__all__ = ["hire", "run"]
 
 # Waking a thread takes 50 to 100 us, as long as one thread takes for about this much; to be heard
 # by one that listens takes less than one.
 _BYTES_PER_SLEEPER = 4 << 20
 _BYTES_PER_LISTENER = 128 << 10
 
-# Calls in such quick succession, in seconds, are worth waking helpers for: the next ones will
-# find them listening.
-_SOON = 1e-3
+# Calls that begin so soon, in seconds, after another one has found helpers asleep are worth
+# waking them for: the next ones will find them listening.
+_SOON = 1.5e-3
+
+_ALONE = 0, -1  # `hire` for a call in one thread
 
 # How often helpers look before they give up, on x86 for half a millisecond, and once more.
 _LOOKS, _LAST_LOOKS = 8_000, 1_000
@@ -77,7 +79,7 @@ class _Pool:
         bits = sum(1 << core for core in self.cores)
         words = range(0, bits.bit_length(), 64)
         self.core_bits = np.array([bits >> word & 0xFFFFFFFFFFFFFFFF for word in words], np.uint64)
-        self.last = -math.inf  # when a call ended
+        self.last = -math.inf  # when a call found helpers asleep
         for kept in (serve, self):  # helpers look at these while Python ends
             keep(kept)
 
@@ -96,13 +98,14 @@ class _Pool:
         self.threads = threads
 
     def wake(self, threads: int, nbytes: int) -> None:
-        """Wake helpers for a call if they are worth it."""
-        if self.helpers[0, ASLEEP]:
-            if time.monotonic() > self.last + _SOON:
-                threads = min(threads, nbytes // _BYTES_PER_SLEEPER)
-            for me in range(1, threads):
-                if self.helpers[me, STATE] == SLEEPS:
-                    self._ring(me)
+        """Wake those who sleep for a call, if they are worth it."""
+        now = time.monotonic()
+        if now > self.last + _SOON:
+            threads = min(threads, nbytes // _BYTES_PER_SLEEPER)
+        self.last = now
+        for me in range(1, threads):
+            if self.helpers[me, STATE] == SLEEPS:
+                self._ring(me)
 
     def _ring(self, me: int) -> None:
         """Wake a helper elsewhere than on this core."""
@@ -151,22 +154,24 @@ def _pool_of(threads: int) -> _Pool | None:
         lock.release()
 
 
-def is_brief(nbytes: int) -> bool:
-    """Whether a call is over too soon for a second thread."""
-    return nbytes < 2 * _BYTES_PER_LISTENER
+def hire(tasks: int, nbytes: int) -> tuple[int, int]:
+    """(board, -threads) for a call of a shared kernel: as many threads as ``nbytes`` keep busy.
+
+    Helpers that sleep are woken for it if that pays.
+    """
+    if nbytes < 2 * _BYTES_PER_LISTENER or tasks < 2 or (most := get_num_threads()) < 2:
+        return _ALONE
+    pool = _pool
+    if pool is None or pool.threads < most:
+        pool = _pool_of(most)
+        if pool is None:
+            return _ALONE
+    threads = min(most, tasks, nbytes // _BYTES_PER_LISTENER, pool.size)
+    if pool.helpers[0, ASLEEP]:
+        pool.wake(threads, nbytes)
+    return pool.address, -threads
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
     """Call a shared kernel in as many threads as ``nbytes`` keep busy."""
-    if tasks > 1 and not is_brief(nbytes) and (most := get_num_threads()) > 1:
-        pool = _pool
-        if pool is None or pool.threads < most:
-            pool = _pool_of(most)
-        if pool is not None:
-            threads = min(most, tasks, nbytes // _BYTES_PER_LISTENER, pool.size)
-            pool.wake(threads, nbytes)
-            kernel(pool.address, -threads, tasks, *arguments)
-            pool.last = time.monotonic()
-            return
-    if kernel.entry(0, -1, tasks, *arguments) is NotImplemented:
-        kernel(0, -1, tasks, *arguments)
+    kernel(*hire(tasks, nbytes), tasks, *arguments)

@@ -437,15 +437,15 @@ def backward_rows(
 
 @shared_kernel
 def reduce_rows(
-    board, me, dy, x, mean, residual, inv_std, weight, sums, partials,
+    board, me, dy, x, mean, residual, inv_std, weight, sums, dweight, dbias,
     /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of the rows of one g in all samples.
 
-    `sums[row, piece]` gets both sums, `partials[0]` dweight and dbias.
+    `sums[row, piece]` gets both sums; dweight and dbias are those of all elements of a sample.
     """
     statistics = (mean, residual, inv_std)
-    dweight, dbias = scratch(x, chunk_length), scratch(x, chunk_length)
+    of_weight, of_bias = scratch(x, chunk_length), scratch(x, chunk_length)
     nothing = np.zeros(chunk_length, x.dtype)
     total_dweight, total_dbias = np.empty(chunk_length), np.empty(chunk_length)
     task = next_task(board, me)
@@ -457,24 +457,24 @@ def reduce_rows(
         for sample in range(0, batch, block):
             first = sample * number + g
             last = min(batch * number, first + block * number)
-            _clear(dweight, dbias, size)
+            _clear(of_weight, of_bias, size)
             for row in range(first, last, _step(length) * number):
                 other = _partner(row, number, length, last)
                 run_sums = _piece_sums(
                     dy, x, row, other, g, length, offset, size, nothing, statistics, weight,
-                    dweight, dbias, 0,
+                    of_weight, of_bias, 0,
                 )  # fmt: skip
                 sums[row, piece, 0], sums[row, piece, 1] = run_sums[0], run_sums[1]
                 if other >= 0:
                     sums[other, piece, 0], sums[other, piece, 1] = run_sums[2], run_sums[3]
             for i in range(size):
-                term = np.float64(load_scratch(dweight, i))
+                term = np.float64(load_scratch(of_weight, i))
                 store(total_dweight, i, load_scratch(total_dweight, i) + term)
-                term = np.float64(load_scratch(dbias, i))
+                term = np.float64(load_scratch(of_bias, i))
                 store(total_dbias, i, load_scratch(total_dbias, i) + term)
         start = g * length + offset
-        partials[0, 0, start : start + size] = total_dweight[:size]
-        partials[0, 1, start : start + size] = total_dbias[:size]
+        dweight[start : start + size] = total_dweight[:size]
+        dbias[start : start + size] = total_dbias[:size]
         task = next_task(board, me)
 
 

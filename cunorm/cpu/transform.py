@@ -60,7 +60,7 @@ from .plan import (
     sweeps_apart,
     transform_plan,
 )
-from .pool import is_brief, run
+from .pool import hire, run
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
     NONE,
@@ -446,14 +446,13 @@ class _Call(NamedTuple):
     numbers: Any = None
     # Whether to try the kernel's entry on the arguments as they are, and to look for what has to be
     # converted, which takes a fifth of a small call, only when that refuses.
-    brief: bool = False
+    plain: bool = False
 
 
 def _with_kernel(call: _Call, kernel: Any, rows: bool, tasks: int, arguments: Any) -> _Call:
     """The call, with its kernel and what that is given last."""
-    brief = not rows and is_brief(call.nbytes)
     return call._replace(
-        kernel=kernel, rows=rows, tasks=tasks, numbers=numbers(*arguments), brief=brief
+        kernel=kernel, rows=rows, tasks=tasks, numbers=numbers(*arguments), plain=not rows
     )
 
 
@@ -561,12 +560,13 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     one array, in the accumulator type.
     """
     call = _given(geometry, x.dtype, 2 * x.nbytes > STREAMING_BYTES)
-    shape, dtype, nbytes, kernel, _, tasks, last, brief = call
+    shape, dtype, nbytes, kernel, _, tasks, last, plain = call
     statistics = np.empty(shape, dtype)
-    if brief:
+    if plain:
+        board, me = hire(tasks, nbytes)
         none = NONE[dtype]
         done = kernel.entry(
-            0, -1, tasks, x.ravel(), out.ravel(), running_mean, running_var, eps, statistics,
+            board, me, tasks, x.ravel(), out.ravel(), running_mean, running_var, eps, statistics,
             none if weight is None else weight, none if bias is None else bias,
             statistics[-2:] if kernel is _transform_runs else nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
@@ -594,14 +594,15 @@ def normalize(
     """
     streaming = 2 * x.nbytes > STREAMING_BYTES
     call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)
-    shape, dtype, nbytes, kernel, _, tasks, last, brief = call
+    shape, dtype, nbytes, kernel, _, tasks, last, plain = call
     statistics = np.empty(shape, dtype)
     none = NONE[dtype]
     if weight_offset and weight is not None:
         weight = parameter(weight, dtype, weight_offset)
-    if brief:
+    if plain:
+        board, me = hire(tasks, nbytes)
         done = kernel.entry(
-            0, -1, tasks, x.ravel(), out.ravel(),
+            board, me, tasks, x.ravel(), out.ravel(),
             none if weight is None else weight, none if bias is None else bias,
             none if running_mean is None else running_mean,
             none if running_var is None else running_var,
