@@ -38,16 +38,16 @@ from .entry import keep
 from .tasks import ASLEEP, MOVED, NATIVE, NOBODY, SLEEPS, STATE, ring, serve
 from .threads import MOST_THREADS, get_num_threads
 
-__all__ = ["hire", "run"]
+__all__ = ["dismiss", "hire", "run"]
 
 # Waking a thread takes 50 to 100 us, as long as one thread takes for about this much; to be heard
 # by one that listens takes less than one.
 _BYTES_PER_SLEEPER = 4 << 20
 _BYTES_PER_LISTENER = 128 << 10
 
-# Calls that begin so soon, in seconds, after another one has found helpers asleep are worth
-# waking them for: the next ones will find them listening.
-_SOON = 1.5e-3
+# Calls in such quick succession, in seconds, are worth waking helpers for: the next ones will
+# find them listening.
+_SOON = 1e-3
 
 _ALONE = 0, -1  # `hire` for a call in one thread
 
@@ -79,7 +79,7 @@ class _Pool:
         bits = sum(1 << core for core in self.cores)
         words = range(0, bits.bit_length(), 64)
         self.core_bits = np.array([bits >> word & 0xFFFFFFFFFFFFFFFF for word in words], np.uint64)
-        self.last = -math.inf  # when a call found helpers asleep
+        self.last = -math.inf  # when a call ended
         for kept in (serve, self):  # helpers look at these while Python ends
             keep(kept)
 
@@ -99,10 +99,8 @@ class _Pool:
 
     def wake(self, threads: int, nbytes: int) -> None:
         """Wake those who sleep for a call, if they are worth it."""
-        now = time.monotonic()
-        if now > self.last + _SOON:
+        if time.monotonic() > self.last + _SOON:
             threads = min(threads, nbytes // _BYTES_PER_SLEEPER)
-        self.last = now
         for me in range(1, threads):
             if self.helpers[me, STATE] == SLEEPS:
                 self._ring(me)
@@ -157,7 +155,8 @@ def _pool_of(threads: int) -> _Pool | None:
 def hire(tasks: int, nbytes: int) -> tuple[int, int]:
     """(board, -threads) for a call of a shared kernel: as many threads as ``nbytes`` keep busy.
 
-    Helpers that sleep are woken for it if that pays.
+    Helpers that sleep are woken for it if that pays. After a call on a board they are to be
+    dismissed, which tells when it ended; the board is 0 for a call without any.
     """
     if nbytes < 2 * _BYTES_PER_LISTENER or tasks < 2 or (most := get_num_threads()) < 2:
         return _ALONE
@@ -172,6 +171,15 @@ def hire(tasks: int, nbytes: int) -> tuple[int, int]:
     return pool.address, -threads
 
 
+def dismiss() -> None:
+    """Note that a call with helpers has ended."""
+    if _pool is not None:
+        _pool.last = time.monotonic()
+
+
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:
     """Call a shared kernel in as many threads as ``nbytes`` keep busy."""
-    kernel(*hire(tasks, nbytes), tasks, *arguments)
+    board, me = hire(tasks, nbytes)
+    kernel(board, me, tasks, *arguments)
+    if board:
+        dismiss()

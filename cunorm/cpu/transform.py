@@ -60,7 +60,7 @@ from .plan import (
     sweeps_apart,
     transform_plan,
 )
-from .pool import hire, run
+from .pool import dismiss, hire, run
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
 from .statistics import (
     NONE,
@@ -570,6 +570,8 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
             none if weight is None else weight, none if bias is None else bias,
             statistics[-2:] if kernel is _transform_runs else nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
+        if board:
+            dismiss()
         if done is not NotImplemented:
             return statistics
     mean, var = running_mean, running_var
@@ -608,6 +610,8 @@ def normalize(
             none if running_var is None else running_var,
             eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
+        if board:
+            dismiss()
         if done is not NotImplemented:
             return statistics
     # Running statistics of the accumulator type are blended where the batch's are saved.
