@@ -84,6 +84,7 @@ from .rows import (
     row_parameter,
 )
 from .statistics import NONE, optional, parameter, residual_times
+from .sums import sums_with
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES, columns_transform, run_transform
@@ -148,17 +149,6 @@ def _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight):
 
 
 @device_function
-def _run_reduce(dy, x, start, length, mean):
-    sum_dy = as_accumulator(x, 0.0)
-    sum_dy_xmu = as_accumulator(x, 0.0)
-    for i in range(start, start + length):
-        gradient = load(dy, i)
-        sum_dy = accumulate(sum_dy, gradient)
-        sum_dy_xmu = accumulate(sum_dy_xmu, gradient * (load(x, i) - mean))
-    return sum_dy, sum_dy_xmu
-
-
-@device_function
 def _look_up(
     x, first, last, outer, group, inner, members, parameters, mean, inv_std, weight,
     starts, means, scales,
@@ -195,7 +185,7 @@ def _segments_sums(
                 if outer > 1 and length == inner:
                     prefetch(dy, start + stride, length)
                     prefetch(x, start + stride, length)
-                sum_dy, sum_dy_xmu = _run_reduce(dy, x, start, length, load_scratch(means, i))
+                sum_dy, sum_dy_xmu = sums_with(dy, x, start, length, load_scratch(means, i))
                 sums[i, 0] += sum_dy
                 sums[i, 1] += sum_dy_xmu
                 if dx is not None and dx.size:

@@ -84,7 +84,7 @@ def kernel(function, source=None):
     return Kernel(function, _OPTIONS, source)
 
 
-def _accumulator(dtype):
+def accumulator(dtype):
     return types.float64 if dtype == types.float64 else types.float32
 
 
@@ -106,13 +106,30 @@ def _scopes(module, *names):
 _INPUT, _STREAMED = "input", "streamed"
 
 
-def _widen(builder, dtype, value):
+def _several(kind, lanes):
+    """A vector of so many of a kind; of one the kind itself."""
+    return kind if lanes == 1 else ir.VectorType(kind, lanes)
+
+
+def _widen(builder, dtype, value, lanes=1):
+    number, word = _several(ir.FloatType(), lanes), _several(ir.IntType(32), lanes)
     if dtype == _FLOAT16:
-        return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+        return builder.fpext(builder.bitcast(value, _several(ir.HalfType(), lanes)), number)
     if dtype == _BFLOAT16:
-        word = builder.zext(value, ir.IntType(32))
-        return builder.bitcast(builder.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+        half = ir.Constant(word, 16 if lanes == 1 else [16] * lanes)
+        return builder.bitcast(builder.shl(builder.zext(value, word), half), number)
     return value
+
+
+def read(context, builder, kind, array, index, lanes=1):
+    """What `load` gives of an element of an array of this kind; of several neighbours a vector."""
+    address = _address(context, builder, kind, array, index)
+    if lanes > 1:
+        vector = _several(address.type.pointee, lanes)
+        address = builder.bitcast(address, vector.as_pointer())
+    value = builder.load(address, align=kind.dtype.bitwidth // 8)
+    value.set_metadata("alias.scope", _scopes(builder.module, _INPUT))
+    return _widen(builder, kind.dtype, value, lanes)
 
 
 def _rounded(builder, value):
@@ -148,14 +165,13 @@ def _narrow(builder, dtype, value):
 def _define_load(constant):
     def typer(typing_context, array, index):
         def generate(context, builder, signature, arguments):
-            value = builder.load(_address(context, builder, signature.args[0], *arguments))
             if constant:
-                value.set_metadata("alias.scope", _scopes(builder.module, _INPUT))
-            else:
-                value.set_metadata("noalias", _scopes(builder.module, _INPUT, _STREAMED))
+                return read(context, builder, signature.args[0], *arguments)
+            value = builder.load(_address(context, builder, signature.args[0], *arguments))
+            value.set_metadata("noalias", _scopes(builder.module, _INPUT, _STREAMED))
             return _widen(builder, array.dtype, value)
 
-        return _accumulator(array.dtype)(array, types.intp), generate
+        return accumulator(array.dtype)(array, types.intp), generate
 
     return typer
 
@@ -197,7 +213,7 @@ def _define_store(streaming):
                 _emit_store(builder, word, address, streaming, align=array.dtype.bitwidth // 8)
             return context.get_dummy_value()
 
-        number = _accumulator(array.dtype)
+        number = accumulator(array.dtype)
         if second is None:  # a default has a type too
             return types.void(array, types.intp, number, types.Omitted(None)), generate
         return types.void(array, types.intp, number, number), generate
@@ -250,14 +266,14 @@ def accumulate(typing_context, total, term):
 @intrinsic
 def as_accumulator(typing_context, array, value):
     """A float64 value rounded to the accumulator type of ``array``."""
-    accumulator = _accumulator(array.dtype)
+    number = accumulator(array.dtype)
 
     def generate(context, builder, signature, arguments):
-        if accumulator == types.float64:
+        if number == types.float64:
             return arguments[1]
         return builder.fptrunc(arguments[1], ir.FloatType())
 
-    return accumulator(array, types.float64), generate
+    return number(array, types.float64), generate
 
 
 @intrinsic

@@ -40,6 +40,7 @@ from .statistics import (
     save,
     take_given,
 )
+from .sums import sums_about
 from .tasks import last_task, next_task, shared_kernel
 
 __all__ = [
@@ -114,20 +115,12 @@ def _row_ahead(x, number, length):
 
 
 @device_function
-def _run_squares(x, start, length):
-    squares = as_accumulator(x, 0.0)
-    for i in range(start, start + length):
-        value = load(x, i)
-        squares = accumulate(squares, value * value)
-    return squares
-
-
-@device_function
 def _squares(x, base, length, chunk_length):
     """Sum of squares of a row."""
     total = 0.0
     for offset in range(0, length, chunk_length):
-        total += _run_squares(x, base + offset, min(chunk_length, length - offset))
+        size = min(chunk_length, length - offset)
+        total += sums_about(x, base + offset, size, as_accumulator(x, 0.0))[1]
     return total
 
 
@@ -173,8 +166,9 @@ def normalize_rows(
     lot, row_bytes = _lot(x, length), length * x.itemsize
     single = _LOT_BYTES < row_bytes <= _AHEAD_BYTES
     ahead = _row_ahead(x, number, length) if streaming and single else 0
-    starts, centers, sums = np.empty(lot, np.int64), scratch(x, lot), np.empty((lot, 2))
-    moments = np.empty((lot, 3))
+    starts, centers, sums = np.empty(lot, np.int64), scratch(x, lot), np.empty((2, lot))
+    moments = np.empty((3, lot))
+    means, squares = moments[1], moments[2]
     task = next_task(board, me)
     while task >= 0:
         g = task % number
@@ -182,7 +176,7 @@ def normalize_rows(
         for first in range(task // number * block, last, lot):
             rows = min(lot, last - first)
             row = first * number + g
-            moments[:rows, :] = 0.0
+            moments[:, :rows] = 0.0
             if centered:
                 for offset in range(0, length, chunk_length):
                     size = min(chunk_length, length - offset)
@@ -193,10 +187,14 @@ def normalize_rows(
                     chunk_moments(x, rows, starts, 1, 0, size, centers, sums, moments)
             else:
                 for i in range(rows):
-                    moments[i, 2] = _squares(x, (row + i * number) * length, length, chunk_length)
-            for i in range(rows):
-                mean, m2 = moments[i, 1], moments[i, 2]
-                save(statistics, row + i * number, np.float64(length), mean, m2, eps)
+                    squares[i] = _squares(x, (row + i * number) * length, length, chunk_length)
+            count = np.float64(length)
+            if number == 1:  # vectorized
+                for i in range(rows):
+                    save(statistics, row + i, count, means[i], squares[i], eps)
+            else:
+                for i in range(rows):
+                    save(statistics, row + i * number, count, means[i], squares[i], eps)
             for i in range(row, row + rows * number, number):
                 start = i * length
                 _transform(
@@ -217,7 +215,8 @@ def squares_rows(
         size = min(chunk_length, length - piece * chunk_length)
         partials[piece, 0, row] = size
         partials[piece, 1, row] = 0.0
-        partials[piece, 2, row] = _run_squares(x, row * length + piece * chunk_length, size)
+        start = row * length + piece * chunk_length
+        partials[piece, 2, row] = sums_about(x, start, size, as_accumulator(x, 0.0))[1]
         task = next_task(board, me)
 
 

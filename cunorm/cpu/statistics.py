@@ -51,6 +51,7 @@ from .pieces import (
 )
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
+from .sums import sum_about, sums_about
 from .tasks import next_task, numbers, shared_kernel
 
 __all__ = ["moments", "update_running"]
@@ -150,10 +151,15 @@ def merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
 
 @device_function
 def merge_into(moments, i, count, mean, m2):
-    """Merge a set into the row (count, mean, m2)."""
-    merged = merge_moments(moments[i, 0], moments[i, 1], moments[i, 2], count, mean, m2)
-    moments[i, 0] += count
-    moments[i, 1], moments[i, 2] = merged
+    """Merge a set into the i'th count, mean and m2, which are rows of `moments`."""
+    counts, means, squares = moments[0], moments[1], moments[2]
+    before = load_scratch(counts, i)
+    merged_mean, merged_m2 = merge_moments(
+        before, load_scratch(means, i), load_scratch(squares, i), count, mean, m2
+    )
+    store(counts, i, before + count)
+    store(means, i, merged_mean)
+    store(squares, i, merged_m2)
 
 
 @strict_function
@@ -169,61 +175,57 @@ def _corrected(center, total, squares, count):
 
 
 @device_function
-def _run_sum(x, start, length, pivot):
-    total = as_accumulator(x, 0.0)
-    for i in range(start, start + length):
-        total = accumulate(total, load(x, i) - pivot)
-    return total
-
-
-@device_function
-def _run_squares(x, start, length, center):
-    total = as_accumulator(x, 0.0)
-    squares = as_accumulator(x, 0.0)
-    for i in range(start, start + length):
-        deviation = load(x, i) - center
-        total = accumulate(total, deviation)
-        squares = accumulate(squares, deviation * deviation)
-    return total, squares
-
-
-@device_function
 def first_sum(x, i, start, length, centers, sums):
     """The sum of the first run of channel i, taken about its first element."""
     center = _pivot(x, start)
     store(centers, i, center)
-    sums[i, 0] = _run_sum(x, start, length, center)
+    store(sums[0], i, np.float64(sum_about(x, start, length, center)))
 
 
 @device_function
 def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, moments):
-    """Merge a chunk of each of some channels into the rows (count, mean, m2) of `moments`.
+    """Merge a chunk of each of some channels into their counts, means and m2, rows of `moments`.
 
     Of channel i it is `rows` runs of `length` elements, `stride` apart, from `starts[i]` on; that
-    is 0 if no run follows. If it is the first chunk, `centers` and `sums` hold what its elements
-    have been summed about, and the sums. What is computed once for a channel is computed side by
-    side.
+    is 0 if no run follows. All channels have the same count. If it is the first chunk, `centers`
+    and `sums[0]` hold what its elements have been summed about, and the sums. What is computed
+    once for a channel is vectorized.
     """
+    counts, means, totals, squares = moments[0], moments[1], sums[0], sums[1]
     count = np.float64(rows * length)
-    for i in range(channels):
-        if moments[i, 0] == 0.0:
-            center = as_accumulator(x, load_scratch(centers, i) + sums[i, 0] / count)
-        else:
-            center = _center(x, moments[i, 1])
-        store(centers, i, center)
-    sums[:channels, :] = 0.0
+    first = load_scratch(counts, 0) == 0.0
+    if first:
+        for i in range(channels):
+            shift = load_scratch(totals, i) / count
+            store(centers, i, as_accumulator(x, load_scratch(centers, i) + shift))
+    else:
+        for i in range(channels):
+            store(centers, i, _center(x, load_scratch(means, i)))
     for r in range(rows):
         for i in range(channels):
             start = starts[i] + r * stride
             if stride > 0:
                 prefetch(x, start + stride, length)
-            total, squares = _run_squares(x, start, length, load_scratch(centers, i))
-            sums[i, 0] += total
-            sums[i, 1] += squares
+            total, square = sums_about(x, start, length, load_scratch(centers, i))
+            if r == 0:
+                store(totals, i, np.float64(total))
+                store(squares, i, np.float64(square))
+            else:
+                store(totals, i, load_scratch(totals, i) + total)
+                store(squares, i, load_scratch(squares, i) + square)
     for i in range(channels):
         center = np.float64(load_scratch(centers, i))
-        mean, m2 = _corrected(center, sums[i, 0], sums[i, 1], count)
-        merge_into(moments, i, count, mean, m2)
+        mean, m2 = _corrected(center, load_scratch(totals, i), load_scratch(squares, i), count)
+        store(totals, i, mean)
+        store(squares, i, m2)
+    if first:
+        for i in range(channels):
+            store(counts, i, count)
+            store(means, i, load_scratch(totals, i))
+            store(moments[2], i, load_scratch(squares, i))
+    else:
+        for i in range(channels):
+            merge_into(moments, i, count, load_scratch(totals, i), load_scratch(squares, i))
 
 
 @device_function
@@ -239,7 +241,7 @@ def segments_moments(
     channels = last - first
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     stride = group * inner
-    moments[:channels, :] = 0.0
+    moments[:, :channels] = 0.0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         for i in range(channels):
@@ -251,7 +253,8 @@ def segments_moments(
                 for i in range(channels):
                     start = starts[i] + r * stride
                     prefetch(x, start + stride, length)
-                    sums[i, 0] += _run_sum(x, start, length, load_scratch(centers, i))
+                    total = sum_about(x, start, length, load_scratch(centers, i))
+                    store(sums[0], i, load_scratch(sums[0], i) + total)
         follows = outer > 1 and length == inner
         chunk_moments(
             x, channels, starts, rows, stride if follows else 0, length, centers, sums, moments
@@ -264,8 +267,8 @@ def _moments_segments(
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
     """A task is one part of one block; `partials[part]` gets its counts, means and m2."""
-    starts, centers, sums = np.empty(block, np.int64), scratch(x, block), np.empty((block, 2))
-    moments = np.empty((block, 3))
+    starts, centers, sums = np.empty(block, np.int64), scratch(x, block), np.empty((2, block))
+    moments = np.empty((3, block))
     task = next_task(board, me)
     while task >= 0:
         first, part = task // parts * block, task % parts
@@ -275,7 +278,7 @@ def _moments_segments(
             starts, centers, sums, moments,
         )  # fmt: skip
         for i in range(last - first):
-            _write_moments(partials, part, first + i, (moments[i, 0], moments[i, 1], moments[i, 2]))
+            _write_moments(partials, part, first + i, (moments[0, i], moments[1, i], moments[2, i]))
         task = next_task(board, me)
 
 

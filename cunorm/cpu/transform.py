@@ -192,8 +192,8 @@ def _normalize_segments(
     """
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
     starts, coefficients = np.empty(block * members, np.int64), scratch(x, (3, block * members))
-    centers, sums = scratch(x, block), np.empty((block, 2))
-    moments, part_moments = np.empty((block, 3)), np.empty((block, 3))
+    centers, sums = scratch(x, block), np.empty((2, block))
+    moments, part_moments = np.empty((3, block)), np.empty((3, block))
     means, scales, shifts = coefficients[0], coefficients[1], coefficients[2]
     length = inner // members
     stage = np.empty(stage_size(y, length, streaming), y.dtype)
@@ -214,9 +214,9 @@ def _normalize_segments(
                 starts, centers, sums, part_moments,
             )  # fmt: skip
             for i in range(last - first):
-                merge_into(moments, i, part_moments[i, 0], part_moments[i, 1], part_moments[i, 2])
+                merge_into(moments, i, part_moments[0, i], part_moments[1, i], part_moments[2, i])
         for i in range(last - first):  # vectorized
-            save(statistics, first + i, moments[i, 0], moments[i, 1], moments[i, 2], eps)
+            save(statistics, first + i, moments[0, i], moments[1, i], moments[2, i], eps)
         for statistic in range(first, last):
             blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
         for statistic in range(first, last):
@@ -369,7 +369,7 @@ def _normalize_columns(
     block_mean, block_scale, block_shift = blocks[3], blocks[4], blocks[5]
     positions = np.empty((2, most))
     position_mean, position_m2 = positions[0], positions[1]
-    moments = np.empty((block_channels, 3))
+    moments = np.empty((3, block_channels))
     stride = fold * group * inner
     task = next_task(board, me)
     while task >= 0:
@@ -393,7 +393,7 @@ def _normalize_columns(
         for channel in range(channels):
             save(
                 statistics, statistic + channel,
-                moments[channel, 0], moments[channel, 1], moments[channel, 2], eps,
+                moments[0, channel], moments[1, channel], moments[2, channel], eps,
             )  # fmt: skip
         for s in range(statistic, statistic + channels):
             blend_running(statistics, s, running_mean, running_var, bessel, factor)

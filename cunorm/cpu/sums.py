@@ -1,0 +1,168 @@
+"""Sums over runs of neighbouring elements, in vectors.
+
+A compiler takes a run in steps of 32 to 64 elements and what is left of it one by one, which in
+runs of up to some hundred takes longer than all the rest. Here what is left is one more vector,
+which ends where the run does; its first lanes, which are summed already, count for nothing. The
+order of additions depends on the length of the run alone.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .elements import accumulator, read
+
+__all__ = ["sum_about", "sums_about", "sums_with"]
+
+# Vectors have so many bytes in the accumulator type, and so many are summed side by side, since
+# an addition takes as long as several can be begun in.
+_VECTOR_BYTES = 32
+_CHAINS = 4
+
+_WORD = ir.IntType(64)
+
+
+class _Writer:
+    """Writes sums of what `terms` makes of the elements [start, start + length) of some arrays.
+
+    ``terms(builder, elements, center)`` gives the terms from an element of each, in numbers or
+    vectors.
+    """
+
+    def __init__(self, context, builder, signature, arguments, terms):
+        self.context, self.builder, self.terms = context, builder, terms
+        *arrays, self.start, self.length, self.center = arguments
+        self.arrays = list(zip(signature.args[: len(arrays)], arrays, strict=True))
+        self.number = self.center.type
+        self.lanes = _VECTOR_BYTES // (4 if self.number == ir.FloatType() else 8)
+        self.vector = ir.VectorType(self.number, self.lanes)
+
+    def splat(self, value):
+        """A vector of lanes that are all the same."""
+        kind, lane = ir.VectorType(value.type, self.lanes), ir.IntType(32)
+        undefined = ir.Constant(kind, ir.Undefined)
+        single = self.builder.insert_element(undefined, value, lane(0))
+        order = ir.Constant(ir.VectorType(lane, self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(single, undefined, order)
+
+    def terms_at(self, offset, center, lanes):
+        """The terms of elements from an offset in the run on."""
+        index = self.builder.add(self.start, offset)
+        elements = [
+            read(self.context, self.builder, kind, array, index, lanes)
+            for kind, array in self.arrays
+        ]
+        return self.terms(self.builder, elements, center)
+
+    def add(self, totals, terms):
+        """Add terms to what some addresses hold."""
+        for total, term in zip(totals, terms, strict=True):
+            new = self.builder.fadd(self.builder.load(total), term, flags=("contract",))
+            self.builder.store(new, total)
+
+    def add_vectors(self, chains, center):
+        """Add the terms of all whole vectors, and of one that ends where the run does."""
+        builder, lanes = self.builder, self.lanes
+        step = _WORD(lanes * len(chains))
+        many, whole = (builder.and_(self.length, _WORD(-of)) for of in (lanes * len(chains), lanes))
+        with cgutils.for_range_slice(builder, _WORD(0), many, step) as (offset, _):
+            for i, totals in enumerate(chains):
+                place = builder.add(offset, _WORD(i * lanes))
+                self.add(totals, self.terms_at(place, center, lanes))
+        totals = chains[0]
+        for other in chains[1:]:
+            self.add(totals, [builder.load(total) for total in other])
+        with cgutils.for_range_slice(builder, many, whole, _WORD(lanes)) as (offset, _):
+            self.add(totals, self.terms_at(offset, center, lanes))
+        with builder.if_then(builder.icmp_signed("<", whole, self.length)):
+            offset = builder.sub(self.length, _WORD(lanes))
+            terms = self.terms_at(offset, center, lanes)
+            summed = self.splat(builder.sub(whole, offset))
+            order = ir.Constant(ir.VectorType(_WORD, lanes), list(range(lanes)))
+            rest = builder.icmp_signed(">=", order, summed)
+            nothing = ir.Constant(self.vector, [0.0] * lanes)
+            self.add(totals, [builder.select(rest, term, nothing) for term in terms])
+
+    def over_lanes(self, vector):
+        """Sum of a vector's lanes."""
+        bits = 8 * _VECTOR_BYTES // self.lanes
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{bits}"
+        kind = ir.FunctionType(self.number, [self.number, self.vector])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, [self.number(-0.0), vector], fastmath=("reassoc",))
+
+    def write(self):
+        """The sums."""
+        builder, nothing = self.builder, ir.Constant(self.vector, [0.0] * self.lanes)
+        number = len(self.terms(builder, [nothing] * len(self.arrays), nothing))
+        sums = [cgutils.alloca_once(builder, self.number) for _ in range(number)]
+        chains = [[cgutils.alloca_once(builder, self.vector) for _ in sums] for _ in range(_CHAINS)]
+        center = self.splat(self.center)
+        long = builder.icmp_signed(">=", self.length, _WORD(self.lanes))
+        with builder.if_else(long, likely=True) as (in_vectors, one_by_one):
+            with in_vectors:
+                for totals in chains:
+                    for total in totals:
+                        builder.store(nothing, total)
+                self.add_vectors(chains, center)
+                for place, total in zip(sums, chains[0], strict=True):
+                    builder.store(self.over_lanes(builder.load(total)), place)
+            with one_by_one:
+                for place in sums:
+                    builder.store(self.number(0.0), place)
+                with cgutils.for_range(builder, self.length) as loop:
+                    self.add(sums, self.terms_at(loop.index, self.center, 1))
+        return [builder.load(place) for place in sums]
+
+
+def _deviation(builder, elements, center):
+    return [builder.fsub(elements[0], center)]
+
+
+def _squared(builder, elements, center):
+    deviation = builder.fsub(elements[0], center)
+    return [deviation, builder.fmul(deviation, deviation, flags=("contract",))]
+
+
+def _multiplied(builder, elements, center):
+    factor, element = elements
+    deviation = builder.fsub(element, center)
+    return [factor, builder.fmul(factor, deviation, flags=("contract",))]
+
+
+@intrinsic
+def sum_about(typing_context, x, start, length, center):
+    """Sum of x[i] - center for i in [start, start + length)."""
+
+    def generate(context, builder, signature, arguments):
+        return _Writer(context, builder, signature, arguments, _deviation).write()[0]
+
+    number = accumulator(x.dtype)
+    return number(x, types.intp, types.intp, number), generate
+
+
+@intrinsic
+def sums_about(typing_context, x, start, length, center):
+    """Sums of x[i] - center and of its square."""
+
+    def generate(context, builder, signature, arguments):
+        sums = _Writer(context, builder, signature, arguments, _squared).write()
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    number = accumulator(x.dtype)
+    return types.UniTuple(number, 2)(x, types.intp, types.intp, number), generate
+
+
+@intrinsic
+def sums_with(typing_context, dy, x, start, length, center):
+    """Sums of dy[i] and of dy[i] * (x[i] - center)."""
+
+    def generate(context, builder, signature, arguments):
+        sums = _Writer(context, builder, signature, arguments, _multiplied).write()
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    number = accumulator(x.dtype)
+    return types.UniTuple(number, 2)(dy, x, types.intp, types.intp, number), generate
