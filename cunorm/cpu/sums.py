@@ -9,6 +9,7 @@ order of additions depends on the length of the run alone.
 from __future__ import annotations
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -17,9 +18,10 @@ from .elements import accumulator, read
 
 __all__ = ["sum_about", "sums_about", "sums_with"]
 
-# Vectors have so many bytes in the accumulator type, and so many are summed side by side, since
-# an addition takes as long as several can be begun in.
-_VECTOR_BYTES = 32
+# A vector has so many bytes in memory, but fits a register when widened; and so many are summed
+# side by side, since an addition takes as long as several can be begun in.
+_MEMORY_BYTES = 32
+_REGISTER_BYTES = 64 if get_host_cpu_features().get("avx512f", False) else 32
 _CHAINS = 4
 
 _WORD = ir.IntType(64)
@@ -37,7 +39,9 @@ class _Writer:
         *arrays, self.start, self.length, self.center = arguments
         self.arrays = list(zip(signature.args[: len(arrays)], arrays, strict=True))
         self.number = self.center.type
-        self.lanes = _VECTOR_BYTES // (4 if self.number == ir.FloatType() else 8)
+        self.bits = 32 if self.number == ir.FloatType() else 64
+        element = self.arrays[0][0].dtype.bitwidth
+        self.lanes = min(8 * _MEMORY_BYTES // element, 8 * _REGISTER_BYTES // self.bits)
         self.vector = ir.VectorType(self.number, self.lanes)
 
     def splat(self, value):
@@ -88,8 +92,7 @@ class _Writer:
 
     def over_lanes(self, vector):
         """Sum of a vector's lanes."""
-        bits = 8 * _VECTOR_BYTES // self.lanes
-        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{bits}"
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{self.bits}"
         kind = ir.FunctionType(self.number, [self.number, self.vector])
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, [self.number(-0.0), vector], fastmath=("reassoc",))

@@ -1,0 +1,77 @@
+"""Sums over runs, in registers of either size: of every length, at every place."""
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from numba import njit
+
+from cunorm.cpu import sums
+
+pytestmark = pytest.mark.cpu
+
+# How kernels see them, and the type they are summed in.
+KINDS = {
+    "float16": (np.float16, np.uint16, np.float32),
+    "bfloat16": (bfloat16, np.int16, np.float32),
+    "float32": (np.float32, np.float32, np.float32),
+    "float64": (np.float64, np.float64, np.float64),
+}
+LENGTHS = [*range(140), 1000, 4097]
+
+
+@pytest.fixture(params=[32, 64], ids="registers of {} bytes".format)
+def all_sums(request, monkeypatch):
+    """A function of (dy, x, start, length, center) that gives what the three make of a run."""
+    monkeypatch.setattr(sums, "_REGISTER_BYTES", request.param)
+
+    @njit(fastmath={"contract"})
+    def compiled(dy, x, start, length, center):
+        single = sums.sum_about(x, start, length, center)
+        return (
+            single,
+            sums.sums_about(x, start, length, center),
+            sums.sums_with(dy, x, start, length, center),
+        )
+
+    def called(dy, x, start, length, center):
+        number = KINDS[x.dtype.name][2]
+        dy, x = (array.view(KINDS[array.dtype.name][1]) for array in (dy, x))
+        single, (total, squares), (of_dy, of_products) = compiled(
+            dy, x, start, length, number(center)
+        )
+        assert single == total or np.isnan(single) == np.isnan(total)
+        return np.array([total, squares, of_dy, of_products])
+
+    return called
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_sums_of_runs(rng, all_sums, dtype):
+    """As float64 has them, but for an ulp of every partial sum; of nothing beyond the run."""
+    kind, _, number = KINDS[dtype]
+    center = number(0.3)
+    for length in LENGTHS:
+        values = rng.normal(1, 2, (2, length)).astype(kind)
+        found = []
+        for start in (0, 3):
+            dy, x = np.full((2, start + length + 40), np.nan, kind)
+            dy[start : start + length], x[start : start + length] = values
+            found.append(all_sums(dy, x, start, length, center))
+        np.testing.assert_array_equal(found[0], found[1])  # wherever they lie
+        dy, x = values.astype(np.longdouble)
+        deviation = x - center
+        terms = np.array([deviation, deviation**2, dy, dy * deviation])
+        bound = (length + 3) * np.finfo(number).eps * np.abs(terms).sum(axis=1)
+        assert (np.abs(found[0] - terms.sum(axis=1)) <= bound).all(), length
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_infinite_elements_of_runs(all_sums, dtype):
+    """What the last vector has again counts for nothing, be it infinite."""
+    kind = KINDS[dtype][0]
+    for length in (17, 33, 70):
+        for place in range(length):
+            x = np.ones(length, kind)
+            x[place] = np.inf
+            found = all_sums(np.ones(length, kind), x, 0, length, 0.5)
+            np.testing.assert_array_equal(found, [np.inf, np.inf, length, np.inf])
