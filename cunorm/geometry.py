@@ -64,6 +64,12 @@ class Geometry(NamedTuple):
         return self._replace(members=1)
 
 
+def _runs(shape: tuple[int, ...], first: int, channel_axis: int) -> tuple[int, int]:
+    """(outer, inner) of an array's axes from the first on; a single channel is one run."""
+    outer, inner = prod(shape[first:channel_axis]), prod(shape[channel_axis + 1 :])
+    return (1, outer * inner) if shape[channel_axis] == 1 else (outer, inner)
+
+
 @lru_cache(maxsize=1024)
 def batch_norm_geometry(shape: tuple[int, ...], channel_axis: int) -> Geometry:
     """Geometry of batch norm over a C-contiguous array of this shape.
@@ -71,11 +77,12 @@ def batch_norm_geometry(shape: tuple[int, ...], channel_axis: int) -> Geometry:
     ``channel_axis`` is not negative. One channel is one group.
     """
     channels = shape[channel_axis]
+    outer, inner = _runs(shape, 0, channel_axis)
     return Geometry(
         batch=1,
-        outer=prod(shape[:channel_axis]),
+        outer=outer,
         group=channels,
-        inner=prod(shape[channel_axis + 1 :]),
+        inner=inner,
         members=1,
         parameters=channels,
     )
@@ -89,11 +96,12 @@ def group_norm_geometry(shape: tuple[int, ...], channel_axis: int, num_groups: i
     has as many groups as channels.
     """
     channels = shape[channel_axis]
+    outer, inner = _runs(shape, 1, channel_axis)
     return Geometry(
         batch=shape[0],
-        outer=prod(shape[1:channel_axis]),
+        outer=outer,
         group=channels,
-        inner=prod(shape[channel_axis + 1 :]),
+        inner=inner,
         members=channels // num_groups,
         parameters=channels,
     )

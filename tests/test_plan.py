@@ -19,6 +19,7 @@ extents = st.one_of(st.integers(1, 40), st.sampled_from([49, 196, 784, 4097, 100
        st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]))  # fmt: skip
 def test_everything_is_covered(outer, group, inner, itemsize, operands):
     geometry = batch_norm_geometry((outer, group, inner), 1)
+    _, outer, _, inner, _, _ = geometry
     cut = plan.plan(geometry, itemsize, operands)
     assert 1 <= cut.parts <= plan._MOST_PARTS
     if isinstance(cut, plan.Segments):
@@ -109,10 +110,11 @@ def test_small_arrays_use_several_threads():
 
 
 def test_samples_that_are_tasks_are_not_cut():
-    """A whole sample of 200 KB is one task, where there are some."""
+    """A whole sample of 200 KB is one task, where there are some; its chunks are the same."""
     for batch, blocks in ((1, 2), (3, 2), (4, 1), (64, 1)):
         cut = plan.plan(group_norm_geometry((batch, 14, 14, 512), 3, 32), 2, 1)
         assert cut.resident_tasks == batch * blocks
+        assert (cut.chunk_rows, cut.parts) == (128, 1)
 
 
 @pytest.mark.parametrize(
@@ -215,12 +217,8 @@ def test_blocks_of_several_rows(number, blocks):
     [
         (row_norm_geometry((64, 4096), 1), plan.Rows, plan.Rows),
         (group_norm_geometry((128, 256, 28, 28), 1, 32), plan.Segments, plan.Segments),
-        (group_norm_geometry((128, 256, 14, 14), 1, 32), plan.Rows, plan.Rows),
-        (group_norm_geometry((32, 256, 14, 14), 1, 32), plan.Rows, plan.Segments),  # few samples
-        (group_norm_geometry((32, 256, 8, 8), 1, 32), plan.Rows, plan.Rows),
-        (group_norm_geometry((16, 256, 8, 8), 1, 32), plan.Rows, plan.Segments),
-        (group_norm_geometry((128, 256, 15, 15), 1, 32), plan.Rows, plan.Segments),
-        (group_norm_geometry((2, 512, 7, 7), 1, 32), plan.Rows, plan.Rows),
+        (group_norm_geometry((128, 256, 14, 14), 1, 32), plan.Rows, plan.Segments),
+        (group_norm_geometry((128, 512, 7, 7), 1, 32), plan.Rows, plan.Rows),
         (group_norm_geometry((128, 28, 28, 256), 3, 32), plan.Columns, plan.Columns),
         (group_norm_geometry((128, 28, 256, 28), 2, 32), plan.Columns, plan.Columns),
         (group_norm_geometry((8, 28, 256, 56), 2, 32), plan.Segments, plan.Segments),
@@ -324,13 +322,16 @@ def test_runs_cover_memory(outer, group, inner, itemsize):
     geometry = batch_norm_geometry((outer, group, inner), 1)
     cut = plan.transform_plan(geometry, itemsize, streaming=False)
     if isinstance(cut, plan.Runs):
-        assert (cut.tasks - 1) * cut.runs < outer * group <= cut.tasks * cut.runs
+        assert cut.total == geometry.outer * group
+        assert (cut.tasks - 1) * cut.runs < cut.total <= cut.tasks * cut.runs
 
 
 def test_geometry():
     assert batch_norm_geometry((8, 3, 5, 7), 1) == (1, 8, 3, 35, 1, 3)
     assert batch_norm_geometry((8, 5, 7, 3), 3) == (1, 280, 3, 1, 1, 3)
     assert batch_norm_geometry((8, 5), 0) == (1, 1, 8, 5, 1, 8)
+    assert batch_norm_geometry((8, 1, 5, 7), 1) == (1, 1, 1, 280, 1, 1)  # all of it is one run
+    assert group_norm_geometry((8, 5, 7, 1), 3, 1) == (8, 1, 1, 35, 1, 1)
     geometry = batch_norm_geometry((8, 3, 5, 7), 1)
     assert (geometry.size, geometry.count, geometry.statistics) == (840, 280, 3)
     geometry = group_norm_geometry((2, 5, 12, 7), 2, 4)

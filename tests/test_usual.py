@@ -103,10 +103,12 @@ def test_same_bits_of_converted_parameters(rng, dtype, shape, training):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-def test_small_usual_calls_go_to_the_entry(rng, monkeypatch, dtype, training):
-    """What has to be converted, and what is worth several threads, does not."""
-    x, large = draw(rng, (5, 4, 64), dtype), draw(rng, (64, 4, 1024), dtype)
+def test_usual_calls_go_to_the_entry(rng, monkeypatch, threads, dtype, training):
+    """Large ones with helpers; what has to be converted does not."""
+    threads(2)
+    x, large = draw(rng, (5, 4, 64), dtype), draw(rng, (256, 4, 1024), dtype)
     parameters = rng.uniform(0.5, 2.0, (4, 4)).astype(accumulator(dtype))
+    monkeypatch.setattr(transform, "stays_near", lambda *_: True)
 
     def forward(x, parameters):
         return cunorm.batch_norm_forward(x, *map(np.copy, parameters), training=training)
@@ -114,21 +116,22 @@ def test_small_usual_calls_go_to_the_entry(rng, monkeypatch, dtype, training):
     def strided(x, parameters):
         return cunorm.batch_norm_forward(x, *map(apart, parameters), training=training)
 
-    y, saved = forward(x, parameters)  # which compiles
+    results = [forward(one, parameters) for one in (x, large)]  # which compiles
     strided(x, parameters)
-    forward(large, parameters)
-    ran = []
-    run = transform.run
+    ran, ended = [], []
+    run, dismiss = transform.run, transform.dismiss
     monkeypatch.setattr(transform, "run", lambda *arguments: ran.append(run(*arguments)))
-    again, saved_again = forward(x, parameters)
-    assert not ran
-    same(again, y)
-    for one, other in zip(saved, saved_again, strict=True):
-        same(one, other)
+    monkeypatch.setattr(transform, "dismiss", lambda: ended.append(dismiss()))
+    for one, (y, saved) in zip((x, large), results, strict=True):
+        assert not ended
+        again, saved_again = forward(one, parameters)
+        assert not ran
+        same(again, y)
+        for array, other in zip(saved, saved_again, strict=True):
+            same(array, other)
+    assert len(ended) == 1
     strided(x, parameters)
     assert len(ran) == 1
-    forward(large, parameters)
-    assert len(ran) > 1
 
 
 def apart(array):

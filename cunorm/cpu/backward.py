@@ -58,7 +58,7 @@ from .pieces import (
     runs_row,
     segments_chunk,
     segments_chunks,
-    segments_start,
+    segments_starts,
     spread,
     task_runs,
 )
@@ -136,6 +136,26 @@ def _write_sums(channel, statistic, residual, total_dy, total_dy_xmu, sum_dy, su
 
 
 @device_function
+def _write_block_sums(
+    statistic, channels, members, residual, of_dy, of_dy_xmu, sum_dy, sum_dy_xmu
+):  # fmt: skip
+    """`_write_sums` for the members of some statistics; vectorized if they are many, or one."""
+    if members == 1:
+        for s in range(channels):
+            _write_sums(
+                statistic + s, statistic + s, residual, load_scratch(of_dy, s),
+                load_scratch(of_dy_xmu, s), sum_dy, sum_dy_xmu,
+            )  # fmt: skip
+        return
+    for s in range(channels):
+        for channel in range(s * members, (s + 1) * members):
+            _write_sums(
+                statistic * members + channel, statistic + s, residual,
+                load_scratch(of_dy, channel), load_scratch(of_dy_xmu, channel), sum_dy, sum_dy_xmu,
+            )  # fmt: skip
+
+
+@device_function
 def _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight):
     """Dweight of the channels [first, last) of one sample from their sums, if there is one."""
     if dweight.size:
@@ -153,14 +173,23 @@ def _look_up(
     x, first, last, outer, group, inner, members, parameters, mean, inv_std, weight,
     starts, means, scales,
 ):  # fmt: skip
-    """Where the channels [first, last) begin, their means, and the factors of dy in dx."""
-    for i in range(last - first):
-        statistic = divide(first + i, members)[0]
-        starts[i] = segments_start(first + i, outer, group, inner)
-        store(means, i, load(mean, statistic))
-        if inv_std.size:
-            parameter = divide(first + i, parameters)[1]
-            store(scales, i, _scale(x, statistic, parameter, inv_std, weight))
+    """Where the channels [first, last) begin, their means, and the factors of dy in dx.
+
+    They are those of whole statistics.
+    """
+    segments_starts(first, last, outer, group, inner, starts)
+    statistic, parameter = divide(first, members)[0], divide(first, parameters)[1]
+    for begin in range(0, last - first, members):
+        center = load(mean, statistic)
+        for i in range(begin, begin + members):
+            store(means, i, center)
+            if inv_std.size:
+                scale = _scale(x, statistic, parameter + i - begin, inv_std, weight)
+                store(scales, i, scale)
+        statistic += 1
+        parameter += members
+        if parameter == parameters:
+            parameter = 0
 
 
 @device_function
@@ -175,6 +204,7 @@ def _segments_sums(
     """
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     zero = as_accumulator(x, 0.0)
+    of_dy, of_dy_xmu = sums[0], sums[1]
     sums[:, :] = 0.0
     staged = end = starts[0]
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
@@ -186,8 +216,8 @@ def _segments_sums(
                     prefetch(dy, start + stride, length)
                     prefetch(x, start + stride, length)
                 sum_dy, sum_dy_xmu = sums_with(dy, x, start, length, load_scratch(means, i))
-                sums[i, 0] += sum_dy
-                sums[i, 1] += sum_dy_xmu
+                store(of_dy, i, load_scratch(of_dy, i) + sum_dy)
+                store(of_dy_xmu, i, load_scratch(of_dy_xmu, i) + sum_dy_xmu)
                 if dx is not None and dx.size:
                     scale = load_scratch(scales, i)
                     staged = follow(dx, staged, end, start, stage)
@@ -212,7 +242,7 @@ def _reduce_segments(
     channels = block * members
     starts, numbers = np.empty(channels, np.int64), scratch(x, (2, channels))
     means, scales = numbers[0], numbers[1]
-    sums = np.empty((channels, 2))
+    sums = np.empty((2, channels))
     stage = np.empty(stage_size(dx, inner, streaming) if dx.size else 0, dx.dtype)
     task = next_task(board, me)
     while task >= 0:
@@ -227,8 +257,8 @@ def _reduce_segments(
             last - first, starts, means, scales, streaming, stage, sums,
         )  # fmt: skip
         for i in range(last - first):
-            partials[part, 0, first + i] = sums[i, 0]
-            partials[part, 1, first + i] = sums[i, 1]
+            partials[part, 0, first + i] = sums[0, i]
+            partials[part, 1, first + i] = sums[1, i]
         task = next_task(board, me)
 
 
@@ -320,7 +350,8 @@ def _backward_segments(
     count = np.float64(outer * members * inner)
     starts, numbers = np.empty(channels, np.int64), scratch(x, (4, channels))
     means, scales, slopes, offsets = numbers[0], numbers[1], numbers[2], numbers[3]
-    sums, part_sums = np.empty((channels, 2)), np.empty((channels, 2))
+    sums, part_sums = np.empty((2, channels)), np.empty((2, channels))
+    of_dy, of_dy_xmu = sums[0], sums[1]
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
     ahead = channels * inner if outer > 1 else way_ahead(x)  # the next block, or lines
     task = next_task(board, me)
@@ -338,22 +369,26 @@ def _backward_segments(
                 part_chunks, last - first, starts, means, scales, False, stage, part_sums,
             )  # fmt: skip
             for i in range(last - first):
-                sums[i, 0] += part_sums[i, 0]
-                sums[i, 1] += part_sums[i, 1]
-        for i in range(last - first):
-            channel = first + i
-            statistic = divide(channel, members)[0]
-            _write_sums(channel, statistic, residual, sums[i, 0], sums[i, 1], sum_dy, sum_dy_xmu)
+                sums[0, i] += part_sums[0, i]
+                sums[1, i] += part_sums[1, i]
+        statistic, parameter = divide(first, members)[0], divide(first, parameters)[1]
+        _write_block_sums(
+            statistic, (last - first) // members, members, residual, of_dy, of_dy_xmu,
+            sum_dy, sum_dy_xmu,
+        )  # fmt: skip
         _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight)
-        for statistic in range(first // members, last // members):
-            parameter = divide(statistic * members, parameters)[1]
+        for begin in range(0, last - first, members):
             slope, offset = _share(
                 x, statistic, members, parameter, residual, inv_std, weight, sum_dy, sum_dy_xmu,
                 count,
             )  # fmt: skip
-            for i in range(statistic * members - first, (statistic + 1) * members - first):
+            for i in range(begin, begin + members):
                 store(slopes, i, slope)
                 store(offsets, i, offset)
+            statistic += 1
+            parameter += members
+            if parameter == parameters:
+                parameter = 0
         if streaming:
             staged = end = starts[0]
             for row in range(outer):
@@ -544,26 +579,6 @@ def _spread_scales(
         for member in range(channel * members, (channel + 1) * members):
             scale = _scale(x, statistic + channel, first + member, inv_std, weight)
             spread(scale, member, channels * members, fold, length, block_scale)
-
-
-@device_function
-def _write_block_sums(
-    statistic, channels, members, residual, of_dy, of_dy_xmu, sum_dy, sum_dy_xmu
-):  # fmt: skip
-    """`_write_sums` for the members of some statistics; vectorized if they are many, or one."""
-    if members == 1:
-        for s in range(channels):
-            _write_sums(
-                statistic + s, statistic + s, residual, load_scratch(of_dy, s),
-                load_scratch(of_dy_xmu, s), sum_dy, sum_dy_xmu,
-            )  # fmt: skip
-        return
-    for s in range(channels):
-        for channel in range(s * members, (s + 1) * members):
-            _write_sums(
-                statistic * members + channel, statistic + s, residual,
-                load_scratch(of_dy, channel), load_scratch(of_dy_xmu, channel), sum_dy, sum_dy_xmu,
-            )  # fmt: skip
 
 
 @shared_kernel

@@ -37,10 +37,17 @@ def segments_chunks(outer, inner, chunk_rows, chunk_length):
 
 
 @device_function
-def segments_start(channel, outer, group, inner):
-    """Where a channel begins."""
-    entry, g = divide(channel, group)
-    return (entry * outer * group + g) * inner
+def segments_starts(first, last, outer, group, inner, starts):
+    """Where the channels [first, last) begin, without a division for each."""
+    entry, g = divide(first, group)
+    start = (entry * outer * group + g) * inner
+    for i in range(last - first):
+        starts[i] = start
+        start += inner
+        g += 1
+        if g == group:
+            g = 0
+            start += (outer - 1) * group * inner
 
 
 @device_function

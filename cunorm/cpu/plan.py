@@ -86,10 +86,8 @@ _APART_BYTES = 3 << 20
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
-# begin and end within them; a backward pass keeps gradients for every element of a row near, which
-# pays for longer runs the more samples there are to share them: 4 elements a sample, on Zen 4.
+# begin and end within them; a backward pass keeps gradients for every element of a row near.
 _SHORT_SPAN = (256, 256, 64, 64)
-_SHARED_SPAN, _SPAN_OF_SAMPLE = 200, 4
 _SHORT_COLUMN = 48
 
 # Elements summed in the accumulator type before float64 takes over; a chunk of
@@ -346,7 +344,7 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
     if narrow and operands:
         fold = 1
         most = min(_MOST_BLOCK_POSITIONS // inner, fitting)
-        block_channels = max(least, min(group, most) // least * least)
+        whole_channels = block_channels = max(least, min(group, most) // least * least)
     else:
         # Whole rows: several as one, of whole cache lines if that can be, where they are short.
         unit = 64 // gcd(64, row_bytes)
@@ -359,15 +357,21 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
         fold = min(fold, few, outer)
         fold = fold // unit * unit or fold
         most = _MOST_BLOCK_POSITIONS
-        shared = operands > 0 and batch < _SHARED_BLOCKS
-        if shared and _SHARED_BYTES <= outer * row_bytes <= _PART_BYTES:
+        whole_channels = min(group, max(least, most // inner // least * least))
+        if (
+            operands
+            and batch < _SHARED_BLOCKS
+            and _SHARED_BYTES <= outer * row_bytes <= _PART_BYTES
+        ):
             most = min(most, max(_SHARED_POSITIONS, row_positions // _SHARED_BLOCKS))
         block_channels = min(group, max(least, most // inner // least * least))
         if fold > 1:
-            block_channels = group
+            whole_channels = block_channels = group
     rows, tail_rows = divmod(outer, fold)
     block_bytes = fold * block_channels * inner * itemsize
-    chunk_rows = max(1, min(rows, _COLUMN_CHUNK_ROWS, _COLUMN_CHUNK_BYTES // block_bytes))
+    # Chunks are those of blocks that nobody shares: a sample's bits are the same among others.
+    chunk_bytes = fold * whole_channels * inner * itemsize
+    chunk_rows = max(1, min(rows, _COLUMN_CHUNK_ROWS, _COLUMN_CHUNK_BYTES // chunk_bytes))
     blocks = batch * _ceil_div(group, block_channels)
     parts = min(_MOST_PARTS, _ceil_div(_ENOUGH_TASKS, blocks))
     part_bytes = _PART_BYTES if operands else _SWEEP_BYTES
@@ -405,12 +409,9 @@ def plan(
 def _plan(
     geometry: Geometry, itemsize: int, operands: int, centered: bool, threads: int
 ) -> Segments | Columns | Rows:
-    batch, outer, _, inner, members, _ = geometry
+    _, outer, _, inner, members, _ = geometry
     if outer == 1:
-        span = _SHORT_SPAN[operands]
-        if operands == 2:
-            span = max(span, min(_SHARED_SPAN, _SPAN_OF_SAMPLE * batch))
-        if inner < span and (members > 1 or not centered):
+        if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
             return rows_plan(geometry, itemsize, operands)
         if inner >= _SHORT_ONLY_RUN:
             return _segments(geometry, itemsize, operands, threads)

@@ -47,7 +47,7 @@ from .pieces import (
     columns_piece,
     segments_chunk,
     segments_chunks,
-    segments_start,
+    segments_starts,
 )
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
@@ -244,8 +244,9 @@ def segments_moments(
     moments[:, :channels] = 0.0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        segments_starts(first, last, outer, group, inner, starts)
         for i in range(channels):
-            starts[i] = segments_start(first + i, outer, group, inner) + row * stride + offset
+            starts[i] += row * stride + offset
         if chunk == part * part_chunks:
             for i in range(channels):
                 first_sum(x, i, starts[i], length, centers, sums)

@@ -44,7 +44,7 @@ from .pieces import (
     columns_piece,
     divide,
     runs_row,
-    segments_start,
+    segments_starts,
     task_runs,
 )
 from .plan import (
@@ -191,7 +191,8 @@ def _normalize_segments(
     Group, inner and chunks are those of the merged geometry.
     """
     mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
-    starts, coefficients = np.empty(block * members, np.int64), scratch(x, (3, block * members))
+    heads, starts = np.empty(block, np.int64), np.empty(block * members, np.int64)
+    coefficients = scratch(x, (3, block * members))
     centers, sums = scratch(x, block), np.empty((2, block))
     moments, part_moments = np.empty((3, block)), np.empty((3, block))
     means, scales, shifts = coefficients[0], coefficients[1], coefficients[2]
@@ -211,7 +212,7 @@ def _normalize_segments(
         for part in range(parts):
             segments_moments(
                 x, first, last, part, outer, group, inner, chunk_rows, chunk_length, part_chunks,
-                starts, centers, sums, part_moments,
+                heads, centers, sums, part_moments,
             )  # fmt: skip
             for i in range(last - first):
                 merge_into(moments, i, part_moments[0, i], part_moments[1, i], part_moments[2, i])
@@ -219,18 +220,22 @@ def _normalize_segments(
             save(statistics, first + i, moments[0, i], moments[1, i], moments[2, i], eps)
         for statistic in range(first, last):
             blend_running(statistics, statistic, running_mean, running_var, bessel, factor)
+        segments_starts(first, last, outer, group, inner, heads)
+        parameter = divide(first * members, parameters)[1]
         for statistic in range(first, last):
-            parameter = divide(statistic * members, parameters)[1]
-            start = segments_start(statistic, outer, group, inner)
+            begin = (statistic - first) * members
             for member in range(members):
-                i = (statistic - first) * members + member
+                i = begin + member
                 scale, shift = _coefficients(
                     x, statistic, parameter + member, residual, inv_std, weight, bias
                 )
                 store(means, i, load_scratch(mean, statistic))
                 store(scales, i, scale)
                 store(shifts, i, shift)
-                starts[i] = start + member * length
+                starts[i] = heads[statistic - first] + member * length
+            parameter += members
+            if parameter == parameters:
+                parameter = 0
         channels, stride = (last - first) * members, group * inner
         if streaming:
             staged = end = starts[0]
