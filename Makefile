@@ -42,7 +42,7 @@ RUNNER = hypothesis pytest pytest-timeout pytest-xdist
 PACKAGE_TESTS = $(addprefix tests/test_,kernel_cache.py package.py)
 CPU_TESTS = $(addprefix tests/test_,batch_norm.py concurrency.py conv_batch_norm.py double_backward.py elements.py entry.py \
 	errors.py fold_batch_norm.py gradients.py group_norm.py kept_memory.py layer_norm.py layers.py \
-	memory.py numerics.py plan.py properties.py running_statistics.py scale_shift.py soak.py streaming.py usual.py)
+	memory.py numerics.py plan.py properties.py running_statistics.py scale_shift.py soak.py streaming.py sums.py usual.py)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

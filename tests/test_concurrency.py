@@ -290,6 +290,24 @@ def test_small_calls_wake_helpers_when_they_come_soon(threads, monkeypatch):
         helpers.last = -np.inf
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_refused_entries_are_no_calls(threads, monkeypatch, training):
+    """A small call that has to convert its weight wakes nobody because it has tried before."""
+    threads(2)
+    x, weight = np.ones((8, 16, 32, 32), np.float32), np.ones(16)
+    running = np.zeros(16, np.float32), np.ones(16, np.float32)
+    rung = Mock()
+    for _ in range(2):
+        cunorm.batch_norm_forward(x, weight, None, *running, training=training)
+        until(lambda: asleep(pool._pool))
+        pool._pool.last = -np.inf
+        monkeypatch.setattr(pool._Pool, "_ring", rung)
+    assert not rung.called
+    pool._pool.last = np.inf
+    cunorm.batch_norm_forward(x, weight, None, *running, training=training)
+    assert rung.called
+
+
 @pytest.mark.skipif(
     pool._core is None or len(os.sched_getaffinity(0)) < 2, reason="nowhere else to run"
 )

@@ -337,6 +337,25 @@ def test_samples_do_not_depend_on_each_other(rng, case, shape, dtype):
 @pytest.mark.parametrize(
     ("case", "shape"),
     [
+        (group(3, 2), (24, 128, 3, 57)),  # x is more than 2 MB
+        (group(4, -1), (40, 1500, 50, 4)),
+        (instance(-1), (9, 300, 700, 8)),  # a sample is
+    ],
+    ids=str,
+)
+def test_samples_do_not_depend_on_how_large_all_of_x_is(rng, case, shape):
+    x, dy, weight, bias = operands(rng, case, shape, np.float32)
+    y, saved = case.forward(x, weight, bias)
+    dx = case.backward(dy, x, saved, weight)[0]
+    alone, saved = case.forward(x[:1], weight, bias)
+    np.testing.assert_array_equal(alone, y[:1])
+    np.testing.assert_array_equal(case.backward(dy[:1], x[:1], saved, weight)[0], dx[:1])
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
         (layer(), (3000, 768)),
         (layer(), (3, 700_000)),
         (layer(), (100_000, 7)),

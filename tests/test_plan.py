@@ -117,6 +117,25 @@ def test_samples_that_are_tasks_are_not_cut():
         assert (cut.chunk_rows, cut.parts) == (128, 1)
 
 
+@given(extents, st.integers(1, 40), st.integers(1, 300), st.integers(1, 8),
+       st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]))  # fmt: skip
+def test_samples_are_added_up_alike_whatever_their_number(
+    outer, groups, inner, members, itemsize, operands
+):
+    """So their bits are the same: blocks, the tasks of a sample, may differ."""
+    kept = {
+        plan.Segments: ("chunk_rows", "chunk_length", "part_chunks", "parts"),
+        plan.Columns: ("fold", "rows", "tail_rows", "chunk_rows", "part_rows", "parts"),
+        plan.Rows: ("chunk_length", "pieces"),
+    }
+    found = set()
+    for batch in (1, 3, 4, 200):
+        shape = (batch, outer, groups * members, inner)
+        cut = plan.plan(group_norm_geometry(shape, 2, groups), itemsize, operands)
+        found.add((type(cut), *(getattr(cut, name) for name in kept[type(cut)])))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(
     ("shape", "itemsize", "operands", "fold"),
     [

@@ -55,6 +55,7 @@ from .pieces import (
     columns_part,
     columns_piece,
     divide,
+    next_parameters,
     runs_row,
     segments_chunk,
     segments_chunks,
@@ -187,9 +188,7 @@ def _look_up(
                 scale = _scale(x, statistic, parameter + i - begin, inv_std, weight)
                 store(scales, i, scale)
         statistic += 1
-        parameter += members
-        if parameter == parameters:
-            parameter = 0
+        parameter = next_parameters(parameter, members, parameters)
 
 
 @device_function
@@ -386,9 +385,7 @@ def _backward_segments(
                 store(slopes, i, slope)
                 store(offsets, i, offset)
             statistic += 1
-            parameter += members
-            if parameter == parameters:
-                parameter = 0
+            parameter = next_parameters(parameter, members, parameters)
         if streaming:
             staged = end = starts[0]
             for row in range(outer):
@@ -457,9 +454,9 @@ def _two_rows(dy, x, a, b, start, length, mean, sum_dy, sum_dy_xmu):
     for p in range(start, start + length):
         center = load_scratch(mean, p)
         first, second = load(dy, a + p), load(dy, b + p)
-        products = first * (load(x, a + p) - center) + second * (load(x, b + p) - center)
-        store(sum_dy, p, load_scratch(sum_dy, p) + (first + second))
-        store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + products)
+        one, two = load(x, a + p) - center, load(x, b + p) - center
+        store(sum_dy, p, load_scratch(sum_dy, p) + first + second)
+        store(sum_dy_xmu, p, load_scratch(sum_dy_xmu, p) + first * one + second * two)
 
 
 @device_function
@@ -468,7 +465,7 @@ def _columns_chunk(
 ):
     """Add `rows` rows in the accumulator type, then to the float64 totals.
 
-    Two of them at a time (but see `_reads_on`).
+    Two of them at a time (but see `_reads_on`), one after the other: the bits are the same.
     """
     zero, to_p = as_accumulator(x, 0.0), laid_from(lead)
     for p in range(to_p, to_p + width + lead):
@@ -802,7 +799,7 @@ def _add_up_samples(sum_dy, sum_dy_xmu, inv_std, members, parameters, dweight, d
     totals = np.zeros(parameters)
     if dweight.size:
         for first in range(0, sum_dy.size, parameters):
-            if members == 1:  # vectorized, as the other one is
+            if members == 1:  # a loop without one within it, which is vectorized
                 for i in range(parameters):
                     r = np.float64(load(inv_std, first + i))
                     term = r * np.float64(load(sum_dy_xmu, first + i))
@@ -900,8 +897,8 @@ def _backward_rows(
     streaming = 3 * x.nbytes > STREAMING_BYTES
     extents = row_extents(geometry)
     _, number, length = extents
-    gradients = dweight.size + dbias.size > 0
     if cut.resident and out is not None:
+        gradients = dweight.size + dbias.size > 0
         partials = np.empty((cut.blocks, 2, number * length if gradients else 0), mean.dtype)
         run(
             backward_rows, cut.resident_tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
@@ -909,13 +906,12 @@ def _backward_rows(
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
     else:
-        # The sums over all samples are the gradients themselves, where these have the same type.
-        wanted = dweight.size == dbias.size == number * length
-        if wanted and dweight.dtype is dbias.dtype is mean.dtype:
-            of_weight, of_bias, gradients = dweight, dbias, False
-        else:
-            partials = np.empty((1, 2, number * length), mean.dtype)
-            of_weight, of_bias = partials[0]
+        # A sum over all samples is the gradient itself, where that has the same type.
+        partials = np.empty((1, 2, number * length), mean.dtype)
+        of_weight, of_bias = (
+            wanted if wanted.size == room.size and wanted.dtype is room.dtype else room
+            for wanted, room in zip((dweight, dbias), partials[0], strict=True)
+        )
         sums = np.empty((geometry.statistics, cut.pieces, 2))
         run(
             reduce_rows, number * cut.pieces, 2 * x.nbytes, dy.ravel(), x.ravel(),
@@ -926,7 +922,11 @@ def _backward_rows(
                 gradient_rows, cut.tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
                 *statistics, weight, sums, centered, streaming, numbers(*extents, *cut.arguments),
             )  # fmt: skip
-    if gradients:
+        dweight, dbias = (
+            NONE[mean.dtype] if there is wanted else wanted
+            for there, wanted in ((of_weight, dweight), (of_bias, dbias))
+        )
+    if dweight.size + dbias.size > 0:
         add_up(partials, geometry, dweight, dbias)
 
 

@@ -51,6 +51,13 @@ def segments_starts(first, last, outer, group, inner, starts):
 
 
 @device_function
+def next_parameters(parameter, members, parameters):
+    """Where the parameters of the next statistic begin; those of a sample begin anew."""
+    following = parameter + members
+    return 0 if following == parameters else following
+
+
+@device_function
 def runs_row(element, outer, group, inner, parameters):
     """(run, end, channel, parameter) of the row of `group` runs that an element is in.
 

@@ -68,14 +68,14 @@ _TRANSFORMED_RUN = 64
 _FEW_POSITIONS, _ROWS_OF_FEW = 2048, 64
 
 # Where nothing is streamed, numbers of channels are worked out beforehand, and runs pay in place
-# of columns from a vector's length on, or _SHORT_RUN if there are many rows, of half types already
-# half as many (measured on Zen 4). What is left of a run
+# of columns from a vector's length on, or _SHORT_RUN if there are many rows or, of half types,
+# _HALF_ROWS (measured on Zen 4). What is left of a run
 # behind its last vector is written one element after another: if there are many rows, or of half
 # types, it may be 1/16 of the run; of half types and many rows no more than a third may be left
 # behind the last two vectors, too. Runs so long that a sweep takes them as segments anyway may
 # leave what they like. Measured on Zen 3.
 # Longer runs are cut; and of more channels the caller is not to work out numbers all alone.
-_VECTOR, _MANY_HALF_ROWS = 16, 8
+_VECTOR, _HALF_ROWS = 16, 8
 _LONGEST_RUN = 4096
 _MOST_CHANNELS = 4096
 
@@ -105,7 +105,7 @@ _LEAST_BLOCK_BYTES = 64
 _MOST_BLOCK_POSITIONS = 1024
 _FOLDED_POSITIONS = 512
 
-# Statistics of arrays so large, which do not stay near, take four rows at a time, each from a page
+# Statistics of samples so large, which do not stay near, take four rows at a time, each from a page
 # of its own: the hardware, which fetches ahead, reads a page on and on. Measured on Zen 3.
 _PAGED_BYTES = 16 << 20
 _PAGE_BYTES = 4 << 10
@@ -351,7 +351,7 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
         fold = 1
         if row_positions < _FOLDED_POSITIONS:
             fold = _ceil_div(_FOLDED_POSITIONS, row_positions * unit) * unit
-        if operands == 1 and not resident and batch * outer * row_bytes > _PAGED_BYTES:
+        if operands == 1 and not resident and outer * row_bytes > _PAGED_BYTES:
             fold = max(fold, _PAGE_BYTES // (row_bytes * unit) * unit)
         few = max(outer // _FOLDED_ROWS, _ceil_div(_LEAST_POSITIONS, row_positions))
         fold = min(fold, few, outer)
@@ -369,18 +369,19 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
             whole_channels = block_channels = group
     rows, tail_rows = divmod(outer, fold)
     block_bytes = fold * block_channels * inner * itemsize
-    # Chunks are those of blocks that nobody shares: a sample's bits are the same among others.
+    # Chunks are those of blocks that nobody shares, and parts those of a sample alone: its bits are
+    # the same among others.
     chunk_bytes = fold * whole_channels * inner * itemsize
     chunk_rows = max(1, min(rows, _COLUMN_CHUNK_ROWS, _COLUMN_CHUNK_BYTES // chunk_bytes))
-    blocks = batch * _ceil_div(group, block_channels)
+    blocks = _ceil_div(group, block_channels)
     parts = min(_MOST_PARTS, _ceil_div(_ENOUGH_TASKS, blocks))
     part_bytes = _PART_BYTES if operands else _SWEEP_BYTES
     parts = min(parts, _ceil_div(rows * block_bytes, part_bytes))
     part_rows = _ceil_div(_ceil_div(rows, parts), chunk_rows) * chunk_rows
     parts = _ceil_div(rows, part_rows)
     return Columns(
-        tasks=blocks * parts,
-        resident_tasks=blocks,
+        tasks=batch * blocks * parts,
+        resident_tasks=batch * blocks,
         resident=resident,
         fold=fold,
         rows=rows,
@@ -434,8 +435,8 @@ def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Row
     """Plan for a sweep whose output stays near, where that pays more than what is `cut`."""
     batch, outer, group, inner, members, _ = geometry
     few = outer < _MANY_ROWS
-    many = _MANY_ROWS if itemsize > 2 else _MANY_HALF_ROWS
-    long = inner >= (_VECTOR if outer < many else _SHORT_RUN)
+    vectors = outer < (_MANY_ROWS if itemsize > 2 else _HALF_ROWS)
+    long = inner >= (_VECTOR if vectors else _SHORT_RUN)
     whole = inner % _VECTOR * _VECTOR <= inner  # most of a run is vectors
     if itemsize > 2:
         whole = whole or few

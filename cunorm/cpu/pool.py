@@ -155,8 +155,8 @@ def _pool_of(threads: int) -> _Pool | None:
 def hire(tasks: int, nbytes: int) -> tuple[int, int]:
     """(board, -threads) for a call of a shared kernel: as many threads as ``nbytes`` keep busy.
 
-    Helpers that sleep are woken for it if that pays. After a call on a board they are to be
-    dismissed, which tells when it ended; the board is 0 for a call without any.
+    Helpers that sleep are woken for it if that pays. After the call they are to be dismissed,
+    which tells when it ended, unless the board is 0: then no call of its size needs any.
     """
     if nbytes < 2 * _BYTES_PER_LISTENER or tasks < 2 or (most := get_num_threads()) < 2:
         return _ALONE
@@ -173,8 +173,9 @@ def hire(tasks: int, nbytes: int) -> tuple[int, int]:
 
 def dismiss() -> None:
     """Note that a call with helpers has ended."""
-    if _pool is not None:
-        _pool.last = time.monotonic()
+    pool = _pool
+    if pool is not None:
+        pool.last = time.monotonic()
 
 
 def run(kernel: Any, tasks: int, nbytes: int, *arguments: Any) -> None:

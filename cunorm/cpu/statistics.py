@@ -242,11 +242,14 @@ def segments_moments(
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     stride = group * inner
     moments[:, :channels] = 0.0
+    segments_starts(first, last, outer, group, inner, starts)
+    here = 0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
-        segments_starts(first, last, outer, group, inner, starts)
+        there = row * stride + offset
         for i in range(channels):
-            starts[i] += row * stride + offset
+            starts[i] += there - here
+        here = there
         if chunk == part * part_chunks:
             for i in range(channels):
                 first_sum(x, i, starts[i], length, centers, sums)

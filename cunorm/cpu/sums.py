@@ -34,8 +34,9 @@ class _Writer:
     vectors.
     """
 
-    def __init__(self, context, builder, signature, arguments, terms):
-        self.context, self.builder, self.terms = context, builder, terms
+    def __init__(self, context, builder, signature, arguments, terms, number_of_terms):
+        self.context, self.builder = context, builder
+        self.terms, self.number_of_terms = terms, number_of_terms
         *arrays, self.start, self.length, self.center = arguments
         self.arrays = list(zip(signature.args[: len(arrays)], arrays, strict=True))
         self.number = self.center.type
@@ -100,8 +101,7 @@ class _Writer:
     def write(self):
         """The sums."""
         builder, nothing = self.builder, ir.Constant(self.vector, [0.0] * self.lanes)
-        number = len(self.terms(builder, [nothing] * len(self.arrays), nothing))
-        sums = [cgutils.alloca_once(builder, self.number) for _ in range(number)]
+        sums = [cgutils.alloca_once(builder, self.number) for _ in range(self.number_of_terms)]
         chains = [[cgutils.alloca_once(builder, self.vector) for _ in sums] for _ in range(_CHAINS)]
         center = self.splat(self.center)
         long = builder.icmp_signed(">=", self.length, _WORD(self.lanes))
@@ -141,7 +141,7 @@ def sum_about(typing_context, x, start, length, center):
     """Sum of x[i] - center for i in [start, start + length)."""
 
     def generate(context, builder, signature, arguments):
-        return _Writer(context, builder, signature, arguments, _deviation).write()[0]
+        return _Writer(context, builder, signature, arguments, _deviation, 1).write()[0]
 
     number = accumulator(x.dtype)
     return number(x, types.intp, types.intp, number), generate
@@ -152,7 +152,7 @@ def sums_about(typing_context, x, start, length, center):
     """Sums of x[i] - center and of its square."""
 
     def generate(context, builder, signature, arguments):
-        sums = _Writer(context, builder, signature, arguments, _squared).write()
+        sums = _Writer(context, builder, signature, arguments, _squared, 2).write()
         return context.make_tuple(builder, signature.return_type, sums)
 
     number = accumulator(x.dtype)
@@ -164,7 +164,7 @@ def sums_with(typing_context, dy, x, start, length, center):
     """Sums of dy[i] and of dy[i] * (x[i] - center)."""
 
     def generate(context, builder, signature, arguments):
-        sums = _Writer(context, builder, signature, arguments, _multiplied).write()
+        sums = _Writer(context, builder, signature, arguments, _multiplied, 2).write()
         return context.make_tuple(builder, signature.return_type, sums)
 
     number = accumulator(x.dtype)

@@ -43,6 +43,7 @@ from .pieces import (
     columns_part,
     columns_piece,
     divide,
+    next_parameters,
     runs_row,
     segments_starts,
     task_runs,
@@ -233,9 +234,7 @@ def _normalize_segments(
                 store(scales, i, scale)
                 store(shifts, i, shift)
                 starts[i] = heads[statistic - first] + member * length
-            parameter += members
-            if parameter == parameters:
-                parameter = 0
+            parameter = next_parameters(parameter, members, parameters)
         channels, stride = (last - first) * members, group * inner
         if streaming:
             staged = end = starts[0]
@@ -575,9 +574,9 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
             none if weight is None else weight, none if bias is None else bias,
             statistics[-2:] if kernel is _transform_runs else nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
-        if board:
-            dismiss()
         if done is not NotImplemented:
+            if board:
+                dismiss()
             return statistics
     mean, var = running_mean, running_var
     if not (mean.dtype is var.dtype is dtype and mean.flags.carray and var.flags.carray):
@@ -615,9 +614,9 @@ def normalize(
             none if running_var is None else running_var,
             eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
-        if board:
-            dismiss()
         if done is not NotImplemented:
+            if board:
+                dismiss()
             return statistics
     # Running statistics of the accumulator type are blended where the batch's are saved.
     mean = var = none
