@@ -34,7 +34,6 @@ from .pool import run
 from .statistics import (
     PARAMETER_BYTES,
     chunk_moments,
-    first_sum,
     parameter,
     residual_times,
     save,
@@ -182,8 +181,6 @@ def normalize_rows(
                     size = min(chunk_length, length - offset)
                     for i in range(rows):
                         starts[i] = (row + i * number) * length + offset
-                        if offset == 0:
-                            first_sum(x, i, starts[i], size, centers, sums)
                     chunk_moments(x, rows, starts, 1, 0, size, centers, sums, moments)
             else:
                 for i in range(rows):

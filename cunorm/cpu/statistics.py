@@ -51,7 +51,7 @@ from .pieces import (
 )
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
-from .sums import sum_about, sums_about
+from .sums import SAMPLED_PIECES, SAMPLED_RUN, sum_about, sum_of_sample, sums_about
 from .tasks import next_task, numbers, shared_kernel
 
 __all__ = ["moments", "update_running"]
@@ -59,6 +59,9 @@ __all__ = ["moments", "update_running"]
 # Rows of arrays of more bytes are fetched ahead also where they follow each other. Measured on
 # Zen 5: smaller ones come from the third-level cache, and are slower so.
 _FETCHED_BYTES = 8 << 20
+
+# Of shorter runs all elements are the sample.
+_SAMPLED_LENGTH = 64
 
 #: Copies of parameters of so many bytes lie in kept memory: the C library gives its own back to the
 #: system after every call.
@@ -175,11 +178,43 @@ def _corrected(center, total, squares, count):
 
 
 @device_function
-def first_sum(x, i, start, length, centers, sums):
-    """The sum of the first run of channel i, taken about its first element."""
-    center = _pivot(x, start)
-    store(centers, i, center)
-    store(sums[0], i, np.float64(sum_about(x, start, length, center)))
+def _sample(x, channels, starts, rows, stride, length, centers, totals):
+    """Sums of some elements of a chunk of each channel about its first one; how many they are."""
+    step = (rows - 1) // (SAMPLED_PIECES - 1) * stride
+    step += (length - SAMPLED_RUN) // (SAMPLED_PIECES - 1)
+    for i in range(channels):
+        pivot = _pivot(x, starts[i])
+        store(centers, i, pivot)
+        if length < _SAMPLED_LENGTH:
+            total = sum_about(x, starts[i], length, pivot)
+        else:
+            total = sum_of_sample(x, starts[i], step, pivot)
+        store(totals, i, np.float64(total))
+    return length if length < _SAMPLED_LENGTH else SAMPLED_PIECES * SAMPLED_RUN
+
+
+@strict_function
+def _is_off(total, squares, count):
+    """Whether a center is farther from the mean than the standard deviation, or out of range."""
+    return total * total > 0.5 * squares * count or squares == math.inf
+
+
+@device_function
+def _centered_again(x, channels, starts, rows, stride, length, centers, sums):
+    """Take the sums about the means where the `centers` are off."""
+    count, totals, squares = np.float64(rows * length), sums[0], sums[1]
+    for i in range(channels):
+        if not _is_off(load_scratch(totals, i), load_scratch(squares, i), count):
+            continue
+        mean = np.float64(load_scratch(centers, i)) + load_scratch(totals, i) / count
+        center = _center(x, mean)
+        store(centers, i, center)
+        store(totals, i, 0.0)
+        store(squares, i, 0.0)
+        for r in range(rows):
+            total, square = sums_about(x, starts[i] + r * stride, length, center)
+            store(totals, i, load_scratch(totals, i) + total)
+            store(squares, i, load_scratch(squares, i) + square)
 
 
 @device_function
@@ -187,17 +222,18 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
     """Merge a chunk of each of some channels into their counts, means and m2, rows of `moments`.
 
     Of channel i it is `rows` runs of `length` elements, `stride` apart, from `starts[i]` on; that
-    is 0 if no run follows. All channels have the same count. If it is the first chunk, `centers`
-    and `sums[0]` hold what its elements have been summed about, and the sums. What is computed
-    once for a channel is vectorized.
+    is 0 if no run follows. All channels have the same count. `centers` and `sums` are room. What
+    is computed once for a channel is vectorized.
     """
     counts, means, totals, squares = moments[0], moments[1], sums[0], sums[1]
     count = np.float64(rows * length)
     first = load_scratch(counts, 0) == 0.0
     if first:
+        sampled = _sample(x, channels, starts, rows, stride, length, centers, totals)
+        reciprocal = 1.0 / sampled
         for i in range(channels):
-            shift = load_scratch(totals, i) / count
-            store(centers, i, as_accumulator(x, load_scratch(centers, i) + shift))
+            mean = np.float64(load_scratch(centers, i)) + load_scratch(totals, i) * reciprocal
+            store(centers, i, _center(x, mean))
     else:
         for i in range(channels):
             store(centers, i, _center(x, load_scratch(means, i)))
@@ -213,6 +249,12 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
             else:
                 store(totals, i, load_scratch(totals, i) + total)
                 store(squares, i, load_scratch(squares, i) + square)
+    if first:
+        off = 0
+        for i in range(channels):
+            off += _is_off(load_scratch(totals, i), load_scratch(squares, i), count)
+        if off > 0:
+            _centered_again(x, channels, starts, rows, stride, length, centers, sums)
     for i in range(channels):
         center = np.float64(load_scratch(centers, i))
         mean, m2 = _corrected(center, load_scratch(totals, i), load_scratch(squares, i), count)
@@ -250,15 +292,6 @@ def segments_moments(
         for i in range(channels):
             starts[i] += there - here
         here = there
-        if chunk == part * part_chunks:
-            for i in range(channels):
-                first_sum(x, i, starts[i], length, centers, sums)
-            for r in range(1, rows):
-                for i in range(channels):
-                    start = starts[i] + r * stride
-                    prefetch(x, start + stride, length)
-                    total = sum_about(x, start, length, load_scratch(centers, i))
-                    store(sums[0], i, load_scratch(sums[0], i) + total)
         follows = outer > 1 and length == inner
         chunk_moments(
             x, channels, starts, rows, stride if follows else 0, length, centers, sums, moments

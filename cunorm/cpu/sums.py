@@ -16,13 +16,16 @@ from numba.extending import intrinsic
 
 from .elements import accumulator, read
 
-__all__ = ["sum_about", "sums_about", "sums_with"]
+__all__ = ["SAMPLED_PIECES", "SAMPLED_RUN", "sum_about", "sum_of_sample", "sums_about", "sums_with"]
 
 # A vector has so many bytes in memory, but fits a register when widened; and so many are summed
 # side by side, since an addition takes as long as several can be begun in.
 _MEMORY_BYTES = 32
 _REGISTER_BYTES = 64 if get_host_cpu_features().get("avx512f", False) else 32
 _CHAINS = 4
+
+#: A sample is so many pieces of so many neighbouring elements.
+SAMPLED_PIECES, SAMPLED_RUN = 4, 4
 
 _WORD = ir.IntType(64)
 
@@ -34,7 +37,7 @@ class _Writer:
     vectors.
     """
 
-    def __init__(self, context, builder, signature, arguments, terms, number_of_terms):
+    def __init__(self, context, builder, signature, arguments, terms, number_of_terms, lanes=0):
         self.context, self.builder = context, builder
         self.terms, self.number_of_terms = terms, number_of_terms
         *arrays, self.start, self.length, self.center = arguments
@@ -42,7 +45,8 @@ class _Writer:
         self.number = self.center.type
         self.bits = 32 if self.number == ir.FloatType() else 64
         element = self.arrays[0][0].dtype.bitwidth
-        self.lanes = min(8 * _MEMORY_BYTES // element, 8 * _REGISTER_BYTES // self.bits)
+        most = min(8 * _MEMORY_BYTES // element, 8 * _REGISTER_BYTES // self.bits)
+        self.lanes = lanes or most
         self.vector = ir.VectorType(self.number, self.lanes)
 
     def splat(self, value):
@@ -142,6 +146,29 @@ def sum_about(typing_context, x, start, length, center):
 
     def generate(context, builder, signature, arguments):
         return _Writer(context, builder, signature, arguments, _deviation, 1).write()[0]
+
+    number = accumulator(x.dtype)
+    return number(x, types.intp, types.intp, number), generate
+
+
+@intrinsic
+def sum_of_sample(typing_context, x, start, step, center):
+    """Sum of x[i] - center over `SAMPLED_PIECES` times `SAMPLED_RUN` elements from `start` on.
+
+    The pieces begin `step` apart.
+    """
+
+    def generate(context, builder, signature, arguments):
+        writer = _Writer(context, builder, signature, arguments, _deviation, 1, SAMPLED_RUN)
+        step, center = arguments[2], writer.splat(arguments[3])
+        pieces = [
+            writer.terms_at(builder.mul(step, _WORD(piece)), center, SAMPLED_RUN)[0]
+            for piece in range(SAMPLED_PIECES)
+        ]
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = builder.fadd(total, piece)
+        return writer.over_lanes(total)
 
     number = accumulator(x.dtype)
     return number(x, types.intp, types.intp, number), generate
