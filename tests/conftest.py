@@ -140,7 +140,7 @@ def _cut_for_cpu(monkeypatch, resident, streaming):
     size = 1 << 40 if resident else 0
     for name, value in {
         "_SEGMENT_CHUNK": 96,
-        "_COLUMN_CHUNK_BYTES": 2048,
+        "_COLUMN_CHUNK_BYTES": (2048,) * 4,
         "_COLUMN_CHUNK_ROWS": 6,
         "_MOST_BLOCK_POSITIONS": 64,
         "_FOLDED_POSITIONS": 48,

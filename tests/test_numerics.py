@@ -83,6 +83,32 @@ def test_outlier_first(rng, shape, axis):
     assert_within(moments.m2 / count, result.var, bound, "var")
 
 
+@pytest.mark.parametrize("value", [1e4, 4e18])
+@pytest.mark.parametrize(
+    ("shape", "sample"),
+    [
+        ((1, 3, 4096), np.s_[:, :, np.add.outer(range(0, 4096, 1364), range(4)).ravel()]),
+        ((4, 3, 1024), np.s_[[[0], [1], [2], [3]], :, np.add.outer(range(0, 1024, 340), range(4))]),
+        ((64, 700), np.s_[::4]),
+    ],
+    ids=["run", "runs", "columns"],
+)
+def test_sample_far_from_the_rest(rng, shape, sample, value):
+    """The CPU's sums are about the mean of a sample, but not if that is far off, or too large."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    x[sample] = value
+    count = x.size // shape[1]
+    result = reference.forward(x)
+    moments = cunorm.batch_norm_statistics(x)
+    bound = tolerances.mean_bound(result, count, np.float32)
+    assert_within(moments.mean, result.mean, bound, "mean")
+    bound = tolerances.var_bound(result, count, np.float32)
+    assert_within(moments.m2 / count, result.var, bound, "var")
+    y, _ = cunorm.batch_norm_forward(x)
+    bound = tolerances.y_bound(result, None, None, count, np.float32)
+    assert_within(y, result.y, bound, "y")
+
+
 @pytest.mark.parametrize("steps", [0, 2, 7])
 @pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
 def test_data_that_drifts(rng, shape, axis, steps):

@@ -94,9 +94,9 @@ _SHORT_COLUMN = 48
 # 4096 float32 is 16 KiB, half of a 32 KiB first-level cache.
 _SEGMENT_CHUNK = 4096
 
-# A chunk of columns is read twice from the second-level cache: 128 KiB of it,
-# but no more than 256 rows, which are added up one after another.
-_COLUMN_CHUNK_BYTES = 128 << 10
+# A chunk of columns of one operand is 256 KiB, for which a sample of its rows is read first, of
+# others 128 KiB, but no more than 256 rows, which are added up one after another.
+_COLUMN_CHUNK_BYTES = tuple(size << 10 for size in (128, 256, 128, 128))  # by operands
 _COLUMN_CHUNK_ROWS = 256
 
 # Positions of a block of columns: at least a cache line of them, else half of
@@ -372,7 +372,7 @@ def _columns(geometry: Geometry, itemsize: int, operands: int) -> Columns:
     # Chunks are those of blocks that nobody shares, and parts those of a sample alone: its bits are
     # the same among others.
     chunk_bytes = fold * whole_channels * inner * itemsize
-    chunk_rows = max(1, min(rows, _COLUMN_CHUNK_ROWS, _COLUMN_CHUNK_BYTES // chunk_bytes))
+    chunk_rows = max(1, min(rows, _COLUMN_CHUNK_ROWS, _COLUMN_CHUNK_BYTES[operands] // chunk_bytes))
     blocks = _ceil_div(group, block_channels)
     parts = min(_MOST_PARTS, _ceil_div(_ENOUGH_TASKS, blocks))
     part_bytes = _PART_BYTES if operands else _SWEEP_BYTES

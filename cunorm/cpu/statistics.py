@@ -60,8 +60,10 @@ __all__ = ["moments", "update_running"]
 # Zen 5: smaller ones come from the third-level cache, and are slower so.
 _FETCHED_BYTES = 8 << 20
 
-# Of shorter runs all elements are the sample.
+# Of shorter runs all elements are the sample; of columns so many rows, or all if they are fewer
+# than twice so many.
 _SAMPLED_LENGTH = 64
+_SAMPLED_ROWS = 16
 
 #: Copies of parameters of so many bytes lie in kept memory: the C library gives its own back to the
 #: system after every call.
@@ -343,17 +345,17 @@ def _four_squares(x, a, b, c, d, start, length, center, total, squares):
 
 
 @device_function
-def _by_fours(x, start, stride, rows, width, new, add, arguments):
+def _by_fours(x, start, stride, rows, width, add, arguments):
     """Call ``add(x, a, b, c, d, first, length, *arguments)`` for rows in fours; how many those are.
 
-    The next four are fetched meanwhile if they are not near, being `new` and far.
+    The next four are fetched meanwhile if they are far.
     """
     fours, step = rows // 4 * 4, fetch_step(x)
     far = apart(x, stride, width) or x.size * x.itemsize > _FETCHED_BYTES
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-        if not (far and new):
+        if not far:
             add(x, a, b, c, d, 0, width, *arguments)
             continue
         whole = width // step * step
@@ -367,21 +369,41 @@ def _by_fours(x, start, stride, rows, width, new, add, arguments):
 
 @device_function
 def _center_columns(x, start, stride, rows, width, center, total):
-    """Move the centers of `width` positions, and the totals about them, to the means of `rows`.
+    """Move the centers of `width` positions, which are of the first row, to the means of a sample.
 
-    Four rows are added before they meet the running sums.
+    Of some `rows` it is that many, evenly spread, or all. `total` is zero before and after.
     """
-    fours = _by_fours(x, start, stride, rows, width, True, _four_sums, (center, total))
+    sampled = min(rows, _SAMPLED_ROWS) if rows >= 2 * _SAMPLED_ROWS else rows
+    stride *= rows // sampled
+    fours = _by_fours(x, start, stride, sampled, width, _four_sums, (center, total))
+    for row in range(fours, sampled):
+        a = start + row * stride
+        for p in range(width):
+            deviation = load(x, a + p) - load_scratch(center, p)
+            store(total, p, load_scratch(total, p) + deviation)
+    _move_centers(x, 1.0 / sampled, width, center, total)
+
+
+@device_function
+def _move_centers(x, reciprocal, width, center, total):
+    """Move centers to the means that `total` gives; it is zero then."""
+    for p in range(width):
+        shift = np.float64(load_scratch(total, p)) * reciprocal
+        store(center, p, _center(x, np.float64(load_scratch(center, p)) + shift))
+        store(total, p, as_accumulator(x, 0.0))
+
+
+@device_function
+def _add_columns(x, start, stride, rows, width, center, total, squares):
+    """Add what `rows` rows deviate from the centers, and the squares of that."""
+    numbers = (center, total, squares)
+    fours = _by_fours(x, start, stride, rows, width, _four_squares, numbers)
     for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):
             deviation = load(x, a + p) - load_scratch(center, p)
             store(total, p, load_scratch(total, p) + deviation)
-    reciprocal = 1.0 / rows
-    for p in range(width):
-        shift = np.float64(load_scratch(total, p)) * reciprocal
-        store(center, p, as_accumulator(x, np.float64(load_scratch(center, p)) + shift))
-        store(total, p, as_accumulator(x, 0.0))
+            store(squares, p, load_scratch(squares, p) + deviation * deviation)
 
 
 @device_function
@@ -395,14 +417,17 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
         store(squares, p, zero)
     if count == 0:
         _center_columns(x, start, stride, rows, width, center, total)
-    numbers = (center, total, squares)
-    fours = _by_fours(x, start, stride, rows, width, count > 0, _four_squares, numbers)
-    for row in range(fours, rows):
-        a = start + row * stride
+    _add_columns(x, start, stride, rows, width, center, total, squares)
+    if count == 0:
+        off = 0
         for p in range(width):
-            deviation = load(x, a + p) - load_scratch(center, p)
-            store(total, p, load_scratch(total, p) + deviation)
-            store(squares, p, load_scratch(squares, p) + deviation * deviation)
+            sums = np.float64(load_scratch(total, p)), np.float64(load_scratch(squares, p))
+            off += _is_off(sums[0], sums[1], np.float64(rows))
+        if off > 0:
+            _move_centers(x, 1.0 / rows, width, center, total)
+            for p in range(width):
+                store(squares, p, zero)
+            _add_columns(x, start, stride, rows, width, center, total, squares)
     for p in range(width):
         chunk_mean, chunk_m2 = _corrected(
             np.float64(load_scratch(center, p)),
