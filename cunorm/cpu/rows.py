@@ -38,6 +38,7 @@ from .statistics import (
     residual_times,
     save,
     take_given,
+    together,
 )
 from .sums import sums_about
 from .tasks import last_task, next_task, shared_kernel
@@ -77,31 +78,19 @@ def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0, dealt=Fa
     return parameter(array, dtype, offset, geometry.inner, dealt)
 
 
-# Rows that a forward pass takes at a time: so much memory of them, but no more than so many.
-_LOT_BYTES = 4 << 10
-_LOT_ROWS = 16
-
 # Rows longer than this are taken by twos in a backward pass.
 _SINGLE_LENGTH = 2048
 
 # While a row is written, what lies so many bytes ahead is fetched: in a forward pass of single
-# rows that are no longer, in a backward pass of half types' rows that are longer than so much.
-# Others the hardware reads as quickly, or more so. Measured on Zen 5.
+# rows that are no longer, but longer than so much if they follow each other, in a backward pass of
+# half types' rows that are longer than so much. Others the hardware reads as quickly, or more so.
+# Measured on Zen 4 and 5.
 _AHEAD_BYTES = 16 << 10
+_FOLLOWING_BYTES = 4 << 10
 _SLOW_BYTES = 5 << 9
 
 # Blocks of a row's gradients are added up for so many elements at a time, in a near cache.
 _ADDED_ELEMENTS = 1024
-
-
-@device_function
-def _lot(x, length):
-    """How many rows are taken at a time.
-
-    What lies between two sweeps over a row, divisions one after another, takes as long as a
-    sweep over a short one; of several rows it is done side by side.
-    """
-    return max(1, min(_LOT_ROWS, _LOT_BYTES // (length * x.itemsize)))
 
 
 @device_function
@@ -162,9 +151,10 @@ def normalize_rows(
     belongs to them unused.
     """
     of_rows = (statistics[0], statistics[2], statistics[1])
-    lot, row_bytes = _lot(x, length), length * x.itemsize
-    single = _LOT_BYTES < row_bytes <= _AHEAD_BYTES
-    ahead = _row_ahead(x, number, length) if streaming and single else 0
+    lot, row_bytes = together(x, length), length * x.itemsize
+    fetched = lot == 1 and row_bytes <= _AHEAD_BYTES
+    fetched = fetched and (number > 1 or row_bytes > _FOLLOWING_BYTES)
+    ahead = _row_ahead(x, number, length) if streaming and fetched else 0
     starts, centers, sums = np.empty(lot, np.int64), scratch(x, lot), np.empty((2, lot))
     moments = np.empty((3, lot))
     means, squares = moments[1], moments[2]

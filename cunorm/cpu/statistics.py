@@ -62,8 +62,12 @@ _FETCHED_BYTES = 8 << 20
 
 # Of shorter runs all elements are the sample; of columns so many rows, or all if they are fewer
 # than twice so many.
-_SAMPLED_LENGTH = 64
+_SAMPLED_LENGTH, _SAMPLED_STEP = 64, 16
 _SAMPLED_ROWS = 16
+
+# Runs that are taken at a time: so much memory of them, but no more than so many.
+_TOGETHER_BYTES = 4 << 10
+_MOST_TOGETHER = 16
 
 #: Copies of parameters of so many bytes lie in kept memory: the C library gives its own back to the
 #: system after every call.
@@ -180,19 +184,53 @@ def _corrected(center, total, squares, count):
 
 
 @device_function
-def _sample(x, channels, starts, rows, stride, length, centers, totals):
-    """Sums of some elements of a chunk of each channel about its first one; how many they are."""
-    step = (rows - 1) // (SAMPLED_PIECES - 1) * stride
-    step += (length - SAMPLED_RUN) // (SAMPLED_PIECES - 1)
-    for i in range(channels):
+def together(x, length):
+    """How many runs of this length are taken at a time.
+
+    What lies between two sweeps over a run, divisions one after another, takes as long as a
+    sweep over a short one; of several runs it is done side by side.
+    """
+    return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // (length * x.itemsize)))
+
+
+@device_function
+def _center_runs(x, first, last, starts, length, centers, totals):
+    """Centers of some runs: about their means, which those of a sample of their elements are.
+
+    The sample is of their first lines: elements farther away have yet to come from memory.
+    """
+    whole = length < _SAMPLED_LENGTH
+    step = min((length - SAMPLED_RUN) // (SAMPLED_PIECES - 1), _SAMPLED_STEP)
+    for i in range(first, last):
         pivot = _pivot(x, starts[i])
         store(centers, i, pivot)
-        if length < _SAMPLED_LENGTH:
+        if whole:
             total = sum_about(x, starts[i], length, pivot)
         else:
             total = sum_of_sample(x, starts[i], step, pivot)
         store(totals, i, np.float64(total))
-    return length if length < _SAMPLED_LENGTH else SAMPLED_PIECES * SAMPLED_RUN
+    reciprocal = 1.0 / (length if whole else SAMPLED_PIECES * SAMPLED_RUN)
+    for i in range(first, last):
+        mean = np.float64(load_scratch(centers, i)) + load_scratch(totals, i) * reciprocal
+        store(centers, i, _center(x, mean))
+
+
+@device_function
+def _first_runs(x, channels, starts, stride, length, centers, sums):
+    """Centers of some channels, and the sums of their first runs about them.
+
+    Of wide elements, which memory bounds sooner, longer runs are read on and on, one by one.
+    """
+    lot = together(x, length) if x.itemsize == 2 or length < _SAMPLED_LENGTH else 1
+    for begin in range(0, channels, lot):
+        end = min(channels, begin + lot)
+        _center_runs(x, begin, end, starts, length, centers, sums[0])
+        for i in range(begin, end):
+            if stride > 0:
+                prefetch(x, starts[i] + stride, length)
+            total, square = sums_about(x, starts[i], length, load_scratch(centers, i))
+            store(sums[0], i, np.float64(total))
+            store(sums[1], i, np.float64(square))
 
 
 @strict_function
@@ -231,26 +269,20 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
     count = np.float64(rows * length)
     first = load_scratch(counts, 0) == 0.0
     if first:
-        sampled = _sample(x, channels, starts, rows, stride, length, centers, totals)
-        reciprocal = 1.0 / sampled
-        for i in range(channels):
-            mean = np.float64(load_scratch(centers, i)) + load_scratch(totals, i) * reciprocal
-            store(centers, i, _center(x, mean))
+        _first_runs(x, channels, starts, stride, length, centers, sums)
     else:
         for i in range(channels):
             store(centers, i, _center(x, load_scratch(means, i)))
-    for r in range(rows):
+            store(totals, i, 0.0)
+            store(squares, i, 0.0)
+    for r in range(1 if first else 0, rows):
         for i in range(channels):
             start = starts[i] + r * stride
             if stride > 0:
                 prefetch(x, start + stride, length)
             total, square = sums_about(x, start, length, load_scratch(centers, i))
-            if r == 0:
-                store(totals, i, np.float64(total))
-                store(squares, i, np.float64(square))
-            else:
-                store(totals, i, load_scratch(totals, i) + total)
-                store(squares, i, load_scratch(squares, i) + square)
+            store(totals, i, load_scratch(totals, i) + total)
+            store(squares, i, load_scratch(squares, i) + square)
     if first:
         off = 0
         for i in range(channels):
