@@ -324,9 +324,15 @@ def fetch_step(array):
 
 
 @device_function
+def is_far(array):
+    """Whether an array is too large to be near, in a second-level cache."""
+    return array.size * array.itemsize >= _FAR_BYTES
+
+
+@device_function
 def apart(array, stride, width):
     """Whether rows lie apart in memory, so that the hardware starts anew with every one."""
-    return stride > width and array.size * array.itemsize >= _FAR_BYTES
+    return stride > width and is_far(array)
 
 
 @device_function
@@ -336,8 +342,7 @@ def prefetch(array, start, length):
     The hardware notices only after some lines that a run is read on and on; long ones are left
     to it.
     """
-    far = array.size * array.itemsize >= _FAR_BYTES
-    if far and length <= _MOST_RUN_LINES * _per_line(array):
+    if is_far(array) and length <= _MOST_RUN_LINES * _per_line(array):
         fetch(array, start, length)
 
 

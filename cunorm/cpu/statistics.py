@@ -31,6 +31,7 @@ from .elements import (
     device_function,
     fetch,
     fetch_step,
+    is_far,
     kernel,
     load,
     load_scratch,
@@ -219,9 +220,11 @@ def _center_runs(x, first, last, starts, length, centers, totals):
 def _first_runs(x, channels, starts, stride, length, centers, sums):
     """Centers of some channels, and the sums of their first runs about them.
 
-    Of wide elements, which memory bounds sooner, longer runs are read on and on, one by one.
+    Longer runs of wide elements, which come from memory no sooner than they are worked on, are
+    read on and on, one by one.
     """
-    lot = together(x, length) if x.itemsize == 2 or length < _SAMPLED_LENGTH else 1
+    waiting = is_far(x) and x.itemsize > 2 and length >= _SAMPLED_LENGTH
+    lot = 1 if waiting else together(x, length)
     for begin in range(0, channels, lot):
         end = min(channels, begin + lot)
         _center_runs(x, begin, end, starts, length, centers, sums[0])
