@@ -10,11 +10,11 @@ probabilistic rounding error analysis", 2019, lambda = 4), so
 
     |error of sum t_i| <= gamma(n) * sum |t_i|,   gamma(n) = 4 * (sqrt(k) + 2) * u,
 
-the 2 for the few operations around the sum. Squares on the CPU are taken about the mean
-of all chunks before one, and are at most twice those about the mean of all: 2 * gamma
-for the variance. A chunk of the CUDA kernels is 16 to
-256 elements of a thread, 8 tiles about the mean of the first of them; its sum of
-squares is at most 9 times that about its own mean, which for chunks of k = 256
+the 2 for the few operations around the sum. Squares on the CPU are taken about a sample's mean
+that is at most a standard deviation off, or the mean of all chunks before one, and are at
+most twice those about the mean of all: 2 * gamma for the variance. A chunk of the CUDA
+kernels is 16 to 256 elements of a thread, 8 tiles about the mean of the first of them; its
+sum of squares is at most 9 times that about its own mean, which for chunks of k = 256
 elements in vectors of 8 makes 9 * sqrt(k / 8) * u, within the bound. Float64 data
 has no wider type to take over: k = n there. Its means, of chunks and of all, are rounded to float64
 like everything, at most eight times one after another, which in units of the

@@ -24,7 +24,7 @@ of threads, so neither do the bits of the result (a *block* of segments, whose
 channels are read in turns, does: it has a quarter of a thread's share at most):
 
 - a *chunk* is summed in the accumulator type and small enough to be read
-  twice from a near cache;
+  once more from a near cache;
 - a *part* folds its chunks in order, in float64;
 - a channel folds its parts in order, in float64.
 

@@ -3,12 +3,13 @@
 Of a chunk the sums of x - center and (x - center)^2 are taken, the first of which
 corrects what the center is off (Chan, Golub and LeVeque, "Algorithms for
 computing the sample variance", 1983, eq. 1.7), and chunks are merged in float64
-(their eq. 2.1). The first chunk of a part is read twice while it is in a near
-cache: its center is its own mean, taken about one of its elements, so that a
-large common offset costs no digits. The center of the others is the mean of all
+(their eq. 2.1). The center of a part's first chunk is the mean of a sample of it, taken about
+one of its elements, so that a large common offset costs no digits; if that is farther from
+the mean than the standard deviation, the chunk is read once more, while it is in a near
+cache, about its own mean. The center of the other chunks is the mean of all
 before them. With d between the means of a values and the next b <= a of them, the
 squares of the b are b d^2 larger about the first mean than about their own; but
-the merged sum of squares has a b d^2 / (a + b), at least half of that, so they
+the merged sum of squares has a b d^2 / (a + b), at least half of that. So squares
 are never more than twice what they belong to. A constant channel has exactly its
 value as mean and exactly zero as sum of squares.
 
