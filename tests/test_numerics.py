@@ -109,6 +109,17 @@ def test_sample_far_from_the_rest(rng, shape, sample, value):
     assert_within(y, result.y, bound, "y")
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((64, 700), 1), ((4, 30, 1024), 1)], ids=str)
+def test_channels_beside_one_whose_sample_is_far_off(rng, shape, axis):
+    """They are summed as if it were not there, to the bit."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    expected, _ = cunorm.batch_norm_forward(x, channel_axis=axis)
+    x[:, 5] = 0
+    x[::4, 5] = 1e4
+    found, _ = cunorm.batch_norm_forward(x, channel_axis=axis)
+    np.testing.assert_array_equal(np.delete(found, 5, 1), np.delete(expected, 5, 1))
+
+
 @pytest.mark.parametrize("steps", [0, 2, 7])
 @pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
 def test_data_that_drifts(rng, shape, axis, steps):

@@ -174,6 +174,12 @@ def merge_into(moments, i, count, mean, m2):
 
 
 @strict_function
+def _moved(x, center, total, reciprocal):
+    """A center moved to the mean of elements that deviate from it by a total, given 1 / count."""
+    return _center(x, np.float64(center) + np.float64(total) * reciprocal)
+
+
+@strict_function
 def _corrected(center, total, squares, count):
     """Mean and m2 from the sums of (x - center) and (x - center)^2."""
     correction = total / count
@@ -213,8 +219,8 @@ def _center_runs(x, first, last, starts, length, centers, totals):
         store(totals, i, np.float64(total))
     reciprocal = 1.0 / (length if whole else SAMPLED_PIECES * SAMPLED_RUN)
     for i in range(first, last):
-        mean = np.float64(load_scratch(centers, i)) + load_scratch(totals, i) * reciprocal
-        store(centers, i, _center(x, mean))
+        center = _moved(x, load_scratch(centers, i), load_scratch(totals, i), reciprocal)
+        store(centers, i, center)
 
 
 @device_function
@@ -240,6 +246,7 @@ def _first_runs(x, channels, starts, stride, length, centers, sums):
 @strict_function
 def _is_off(total, squares, count):
     """Whether a center is farther from the mean than the standard deviation, or out of range."""
+    total, squares = np.float64(total), np.float64(squares)
     return total * total > 0.5 * squares * count or squares == math.inf
 
 
@@ -250,8 +257,7 @@ def _centered_again(x, channels, starts, rows, stride, length, centers, sums):
     for i in range(channels):
         if not _is_off(load_scratch(totals, i), load_scratch(squares, i), count):
             continue
-        mean = np.float64(load_scratch(centers, i)) + load_scratch(totals, i) / count
-        center = _center(x, mean)
+        center = _moved(x, load_scratch(centers, i), load_scratch(totals, i), 1.0 / count)
         store(centers, i, center)
         store(totals, i, 0.0)
         store(squares, i, 0.0)
@@ -405,27 +411,20 @@ def _by_fours(x, start, stride, rows, width, add, arguments):
 
 @device_function
 def _center_columns(x, start, stride, rows, width, center, total):
-    """Move the centers of `width` positions, which are of the first row, to the means of a sample.
+    """Move the centers of `width` positions to the means of so many `rows`.
 
-    Of some `rows` it is that many, evenly spread, or all. `total` is zero before and after.
+    `total` is zero before and after.
     """
-    sampled = min(rows, _SAMPLED_ROWS) if rows >= 2 * _SAMPLED_ROWS else rows
-    stride *= rows // sampled
-    fours = _by_fours(x, start, stride, sampled, width, _four_sums, (center, total))
-    for row in range(fours, sampled):
+    fours = _by_fours(x, start, stride, rows, width, _four_sums, (center, total))
+    for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):
             deviation = load(x, a + p) - load_scratch(center, p)
             store(total, p, load_scratch(total, p) + deviation)
-    _move_centers(x, 1.0 / sampled, width, center, total)
-
-
-@device_function
-def _move_centers(x, reciprocal, width, center, total):
-    """Move centers to the means that `total` gives; it is zero then."""
+    reciprocal = 1.0 / rows
     for p in range(width):
-        shift = np.float64(load_scratch(total, p)) * reciprocal
-        store(center, p, _center(x, np.float64(load_scratch(center, p)) + shift))
+        moved = _moved(x, load_scratch(center, p), load_scratch(total, p), reciprocal)
+        store(center, p, moved)
         store(total, p, as_accumulator(x, 0.0))
 
 
@@ -443,6 +442,21 @@ def _add_columns(x, start, stride, rows, width, center, total, squares):
 
 
 @device_function
+def _move_off_centers(x, rows, width, center, total, squares):
+    """Move the centers that are off to the means of all `rows`; sums are zero then.
+
+    Others stay: a position's bits must not depend on its neighbours.
+    """
+    zero, reciprocal = as_accumulator(x, 0.0), 1.0 / rows
+    for p in range(width):
+        if _is_off(load_scratch(total, p), load_scratch(squares, p), rows):
+            moved = _moved(x, load_scratch(center, p), load_scratch(total, p), reciprocal)
+            store(center, p, moved)
+        store(total, p, zero)
+        store(squares, p, zero)
+
+
+@device_function
 def _columns_chunk(x, start, stride, rows, width, count, center, total, squares, mean, m2):
     """Merge `rows` rows into the moments that `width` positions have of `count` rows before."""
     zero = as_accumulator(x, 0.0)
@@ -451,18 +465,17 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
         store(center, p, pivot)
         store(total, p, zero)
         store(squares, p, zero)
+    sampled = _SAMPLED_ROWS if rows >= 2 * _SAMPLED_ROWS else rows
     if count == 0:
-        _center_columns(x, start, stride, rows, width, center, total)
+        apart_by = rows // sampled * stride
+        _center_columns(x, start, apart_by, sampled, width, center, total)
     _add_columns(x, start, stride, rows, width, center, total, squares)
-    if count == 0:
+    if count == 0 and sampled < rows:
         off = 0
         for p in range(width):
-            sums = np.float64(load_scratch(total, p)), np.float64(load_scratch(squares, p))
-            off += _is_off(sums[0], sums[1], np.float64(rows))
+            off += _is_off(load_scratch(total, p), load_scratch(squares, p), rows)
         if off > 0:
-            _move_centers(x, 1.0 / rows, width, center, total)
-            for p in range(width):
-                store(squares, p, zero)
+            _move_off_centers(x, rows, width, center, total, squares)
             _add_columns(x, start, stride, rows, width, center, total, squares)
     for p in range(width):
         chunk_mean, chunk_m2 = _corrected(
