@@ -5,9 +5,9 @@ corrects what the center is off (Chan, Golub and LeVeque, "Algorithms for
 computing the sample variance", 1983, eq. 1.7), and chunks are merged in float64
 (their eq. 2.1). The center of a part's first chunk is the mean of a sample of it, taken about
 one of its elements, so that a large common offset costs no digits; if that is farther from
-the mean than the standard deviation, the chunk is read once more, while it is in a near
-cache, about its own mean. The center of the other chunks is the mean of all
-before them. With d between the means of a values and the next b <= a of them, the
+the mean than the standard deviation, or squares about it overflow, the chunk is read once
+more, while it is in a near cache, about its own mean. The center of the other chunks is the
+mean of all before them. With d between the means of a values and the next b <= a of them, the
 squares of the b are b d^2 larger about the first mean than about their own; but
 the merged sum of squares has a b d^2 / (a + b), at least half of that. So squares
 are never more than twice what they belong to. A constant channel has exactly its
@@ -53,7 +53,7 @@ from .pieces import (
 )
 from .plan import Columns, Segments, statistics_plan
 from .pool import run
-from .sums import SAMPLED_PIECES, SAMPLED_RUN, sum_about, sum_of_sample, sums_about
+from .sums import SAMPLED, sum_about, sum_of_sample, sums_about
 from .tasks import next_task, numbers, shared_kernel
 
 __all__ = ["moments", "update_running"]
@@ -64,7 +64,7 @@ _FETCHED_BYTES = 8 << 20
 
 # Of shorter runs all elements are the sample; of columns so many rows, or all if they are fewer
 # than twice so many.
-_SAMPLED_LENGTH, _SAMPLED_STEP = 64, 16
+_SAMPLED_LENGTH = 64
 _SAMPLED_ROWS = 16
 
 # Runs that are taken at a time: so much memory of them, but no more than so many.
@@ -203,24 +203,31 @@ def together(x, length):
 
 @device_function
 def _center_runs(x, first, last, starts, length, centers, totals):
-    """Centers of some runs: about their means, which those of a sample of their elements are.
+    """Centers of some runs: each is the mean of a sample of its run.
 
-    The sample is of their first lines: elements farther away have yet to come from memory.
+    That is of the first lines: elements farther away have yet to come from memory.
     """
     whole = length < _SAMPLED_LENGTH
-    step = min((length - SAMPLED_RUN) // (SAMPLED_PIECES - 1), _SAMPLED_STEP)
     for i in range(first, last):
         pivot = _pivot(x, starts[i])
         store(centers, i, pivot)
         if whole:
             total = sum_about(x, starts[i], length, pivot)
         else:
-            total = sum_of_sample(x, starts[i], step, pivot)
+            total = sum_of_sample(x, starts[i], pivot)
         store(totals, i, np.float64(total))
-    reciprocal = 1.0 / (length if whole else SAMPLED_PIECES * SAMPLED_RUN)
+    reciprocal = 1.0 / (length if whole else SAMPLED)
     for i in range(first, last):
         center = _moved(x, load_scratch(centers, i), load_scratch(totals, i), reciprocal)
         store(centers, i, center)
+
+
+@device_function
+def _add_run(x, i, start, length, centers, sums):
+    """Add what a run deviates from the i'th center, and the squares of that."""
+    total, square = sums_about(x, start, length, load_scratch(centers, i))
+    store(sums[0], i, load_scratch(sums[0], i) + total)
+    store(sums[1], i, load_scratch(sums[1], i) + square)
 
 
 @device_function
@@ -238,33 +245,31 @@ def _first_runs(x, channels, starts, stride, length, centers, sums):
         for i in range(begin, end):
             if stride > 0:
                 prefetch(x, starts[i] + stride, length)
-            total, square = sums_about(x, starts[i], length, load_scratch(centers, i))
-            store(sums[0], i, np.float64(total))
-            store(sums[1], i, np.float64(square))
+            store(sums[0], i, 0.0)
+            store(sums[1], i, 0.0)
+            _add_run(x, i, starts[i], length, centers, sums)
 
 
 @strict_function
-def _is_off(total, squares, count):
+def _is_off(total, squares, reciprocal):
     """Whether a center is farther from the mean than the standard deviation, or out of range."""
     total, squares = np.float64(total), np.float64(squares)
-    return total * total > 0.5 * squares * count or squares == math.inf
+    return total * (total * reciprocal) > 0.5 * squares or squares == math.inf
 
 
 @device_function
-def _centered_again(x, channels, starts, rows, stride, length, centers, sums):
+def _center_again(x, channels, starts, rows, stride, length, centers, sums):
     """Take the sums about the means where the `centers` are off."""
-    count, totals, squares = np.float64(rows * length), sums[0], sums[1]
+    reciprocal = 1.0 / np.float64(rows * length)
     for i in range(channels):
-        if not _is_off(load_scratch(totals, i), load_scratch(squares, i), count):
+        total, square = load_scratch(sums[0], i), load_scratch(sums[1], i)
+        if not _is_off(total, square, reciprocal):
             continue
-        center = _moved(x, load_scratch(centers, i), load_scratch(totals, i), 1.0 / count)
-        store(centers, i, center)
-        store(totals, i, 0.0)
-        store(squares, i, 0.0)
+        store(centers, i, _moved(x, load_scratch(centers, i), total, reciprocal))
+        store(sums[0], i, 0.0)
+        store(sums[1], i, 0.0)
         for r in range(rows):
-            total, square = sums_about(x, starts[i] + r * stride, length, center)
-            store(totals, i, load_scratch(totals, i) + total)
-            store(squares, i, load_scratch(squares, i) + square)
+            _add_run(x, i, starts[i] + r * stride, length, centers, sums)
 
 
 @device_function
@@ -290,15 +295,13 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
             start = starts[i] + r * stride
             if stride > 0:
                 prefetch(x, start + stride, length)
-            total, square = sums_about(x, start, length, load_scratch(centers, i))
-            store(totals, i, load_scratch(totals, i) + total)
-            store(squares, i, load_scratch(squares, i) + square)
+            _add_run(x, i, start, length, centers, sums)
     if first:
-        off = 0
+        off, reciprocal = 0, 1.0 / count
         for i in range(channels):
-            off += _is_off(load_scratch(totals, i), load_scratch(squares, i), count)
+            off += _is_off(load_scratch(totals, i), load_scratch(squares, i), reciprocal)
         if off > 0:
-            _centered_again(x, channels, starts, rows, stride, length, centers, sums)
+            _center_again(x, channels, starts, rows, stride, length, centers, sums)
     for i in range(channels):
         center = np.float64(load_scratch(centers, i))
         mean, m2 = _corrected(center, load_scratch(totals, i), load_scratch(squares, i), count)
@@ -387,17 +390,17 @@ def _four_squares(x, a, b, c, d, start, length, center, total, squares):
 
 
 @device_function
-def _by_fours(x, start, stride, rows, width, add, arguments):
+def _by_fours(x, start, stride, rows, width, new, add, arguments):
     """Call ``add(x, a, b, c, d, first, length, *arguments)`` for rows in fours; how many those are.
 
-    The next four are fetched meanwhile if they are far.
+    The next four are fetched meanwhile if they are not near, being `new` and far.
     """
     fours, step = rows // 4 * 4, fetch_step(x)
     far = apart(x, stride, width) or x.size * x.itemsize > _FETCHED_BYTES
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride
-        if not far:
+        if not (far and new):
             add(x, a, b, c, d, 0, width, *arguments)
             continue
         whole = width // step * step
@@ -415,7 +418,7 @@ def _center_columns(x, start, stride, rows, width, center, total):
 
     `total` is zero before and after.
     """
-    fours = _by_fours(x, start, stride, rows, width, _four_sums, (center, total))
+    fours = _by_fours(x, start, stride, rows, width, True, _four_sums, (center, total))
     for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):
@@ -429,10 +432,10 @@ def _center_columns(x, start, stride, rows, width, center, total):
 
 
 @device_function
-def _add_columns(x, start, stride, rows, width, center, total, squares):
-    """Add what `rows` rows deviate from the centers, and the squares of that."""
+def _add_columns(x, start, stride, rows, width, new, center, total, squares):
+    """Add what rows deviate from the centers, and the squares of that; see `_by_fours`."""
     numbers = (center, total, squares)
-    fours = _by_fours(x, start, stride, rows, width, _four_squares, numbers)
+    fours = _by_fours(x, start, stride, rows, width, new, _four_squares, numbers)
     for row in range(fours, rows):
         a = start + row * stride
         for p in range(width):
@@ -442,16 +445,15 @@ def _add_columns(x, start, stride, rows, width, center, total, squares):
 
 
 @device_function
-def _move_off_centers(x, rows, width, center, total, squares):
-    """Move the centers that are off to the means of all `rows`; sums are zero then.
+def _move_off_centers(x, reciprocal, width, center, total, squares):
+    """Move the centers that are off to the means; sums are zero then.
 
     Others stay: a position's bits must not depend on its neighbours.
     """
-    zero, reciprocal = as_accumulator(x, 0.0), 1.0 / rows
+    zero = as_accumulator(x, 0.0)
     for p in range(width):
-        if _is_off(load_scratch(total, p), load_scratch(squares, p), rows):
-            moved = _moved(x, load_scratch(center, p), load_scratch(total, p), reciprocal)
-            store(center, p, moved)
+        if _is_off(load_scratch(total, p), load_scratch(squares, p), reciprocal):
+            store(center, p, _moved(x, load_scratch(center, p), load_scratch(total, p), reciprocal))
         store(total, p, zero)
         store(squares, p, zero)
 
@@ -465,18 +467,19 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
         store(center, p, pivot)
         store(total, p, zero)
         store(squares, p, zero)
-    sampled = _SAMPLED_ROWS if rows >= 2 * _SAMPLED_ROWS else rows
+    sampled = rows
     if count == 0:
-        apart_by = rows // sampled * stride
-        _center_columns(x, start, apart_by, sampled, width, center, total)
-    _add_columns(x, start, stride, rows, width, center, total, squares)
-    if count == 0 and sampled < rows:
-        off = 0
+        sampled = _SAMPLED_ROWS if rows >= 2 * _SAMPLED_ROWS else rows
+        _center_columns(x, start, rows // sampled * stride, sampled, width, center, total)
+    new = count > 0 or sampled < rows
+    _add_columns(x, start, stride, rows, width, new, center, total, squares)
+    if sampled < rows:
+        off, reciprocal = 0, 1.0 / rows
         for p in range(width):
-            off += _is_off(load_scratch(total, p), load_scratch(squares, p), rows)
+            off += _is_off(load_scratch(total, p), load_scratch(squares, p), reciprocal)
         if off > 0:
-            _move_off_centers(x, rows, width, center, total, squares)
-            _add_columns(x, start, stride, rows, width, center, total, squares)
+            _move_off_centers(x, reciprocal, width, center, total, squares)
+            _add_columns(x, start, stride, rows, width, False, center, total, squares)
     for p in range(width):
         chunk_mean, chunk_m2 = _corrected(
             np.float64(load_scratch(center, p)),

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from .elements import accumulator, read
 
-__all__ = ["SAMPLED_PIECES", "SAMPLED_RUN", "sum_about", "sum_of_sample", "sums_about", "sums_with"]
+__all__ = ["SAMPLED", "sum_about", "sum_of_sample", "sums_about", "sums_with"]
 
 # A vector has so many bytes in memory, but fits a register when widened; and so many are summed
 # side by side, since an addition takes as long as several can be begun in.
@@ -24,8 +24,11 @@ _MEMORY_BYTES = 32
 _REGISTER_BYTES = 64 if get_host_cpu_features().get("avx512f", False) else 32
 _CHAINS = 4
 
-#: A sample is so many pieces of so many neighbouring elements.
-SAMPLED_PIECES, SAMPLED_RUN = 4, 4
+# A sample is so many pieces of so many neighbouring elements, and they begin so many apart.
+_PIECES, _PIECE, _STEP = 4, 4, 16
+
+#: Elements of a sample.
+SAMPLED = _PIECES * _PIECE
 
 _WORD = ir.IntType(64)
 
@@ -152,18 +155,16 @@ def sum_about(typing_context, x, start, length, center):
 
 
 @intrinsic
-def sum_of_sample(typing_context, x, start, step, center):
-    """Sum of x[i] - center over `SAMPLED_PIECES` times `SAMPLED_RUN` elements from `start` on.
-
-    The pieces begin `step` apart.
-    """
+def sum_of_sample(typing_context, x, start, center):
+    """Sum of x[i] - center over a sample of the 64 elements from `start` on."""
 
     def generate(context, builder, signature, arguments):
-        writer = _Writer(context, builder, signature, arguments, _deviation, 1, SAMPLED_RUN)
-        step, center = arguments[2], writer.splat(arguments[3])
+        data, first, number = arguments
+        whole = [data, first, None, number]
+        writer = _Writer(context, builder, signature, whole, _deviation, 1, _PIECE)
+        center = writer.splat(number)
         pieces = [
-            writer.terms_at(builder.mul(step, _WORD(piece)), center, SAMPLED_RUN)[0]
-            for piece in range(SAMPLED_PIECES)
+            writer.terms_at(_WORD(piece * _STEP), center, _PIECE)[0] for piece in range(_PIECES)
         ]
         total = pieces[0]
         for piece in pieces[1:]:
@@ -171,7 +172,7 @@ def sum_of_sample(typing_context, x, start, step, center):
         return writer.over_lanes(total)
 
     number = accumulator(x.dtype)
-    return number(x, types.intp, types.intp, number), generate
+    return number(x, types.intp, number), generate
 
 
 @intrinsic
