@@ -21,7 +21,7 @@ LENGTHS = [*range(140), 1000, 4097]
 
 @pytest.fixture(params=[32, 64], ids="registers of {} bytes".format)
 def all_sums(request, monkeypatch):
-    """A function of (dy, x, start, length, center) that gives what the three make of a run."""
+    """A function of (dy, x, start, length, center) that gives all sums of a run."""
     monkeypatch.setattr(sums, "_REGISTER_BYTES", request.param)
 
     @njit(fastmath={"contract"})
@@ -75,3 +75,23 @@ def test_infinite_elements_of_runs(all_sums, dtype):
             x[place] = np.inf
             found = all_sums(np.ones(length, kind), x, 0, length, 0.5)
             np.testing.assert_array_equal(found, [np.inf, np.inf, length, np.inf])
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_sum_of_a_sample(rng, dtype):
+    """It is of four pieces of the next 64 elements, and of nothing beyond them."""
+    kind, view, number = KINDS[dtype]
+    sampled = [i for i in range(64) if i % 16 < 4]
+
+    @njit
+    def compiled(x, start, center):
+        return sums.sum_of_sample(x, start, center)
+
+    assert len(sampled) == sums.SAMPLED
+    for start in (0, 3):
+        x = np.full(start + 64, np.nan, kind)
+        x[start:][sampled] = rng.normal(1, 2, sums.SAMPLED)
+        deviation = x[start:][sampled].astype(np.longdouble) - number(0.3)
+        bound = sums.SAMPLED * np.finfo(number).eps * np.abs(deviation).sum()
+        found = compiled(x.view(view), start, number(0.3))
+        assert abs(found - deviation.sum()) <= bound
