@@ -22,7 +22,7 @@ LENGTHS = [*range(140), 1000, 4097]
 @pytest.fixture(params=[32, 64], ids="registers of {} bytes".format)
 def all_sums(request, monkeypatch):
     """A function of (dy, x, start, length, center) that gives all sums of a run."""
-    monkeypatch.setattr(sums, "_REGISTER_BYTES", request.param)
+    monkeypatch.setattr(sums, "REGISTER_BYTES", request.param)
 
     @njit(fastmath={"contract"})
     def compiled(dy, x, start, length, center):

@@ -84,6 +84,7 @@ from .rows import (
     row_extents,
     row_parameter,
 )
+from .short_rows import short_backward
 from .statistics import NONE, optional, parameter, residual_times
 from .sums import sums_with
 from .tasks import last_task, next_task, numbers, shared_kernel
@@ -898,11 +899,12 @@ def _backward_rows(
     extents = row_extents(geometry)
     _, number, length = extents
     if cut.resident and out is not None:
+        short = short_backward(length, x.itemsize) if cut.pieces == 1 else None
         gradients = dweight.size + dbias.size > 0
         partials = np.empty((cut.blocks, 2, number * length if gradients else 0), mean.dtype)
         run(
-            backward_rows, cut.resident_tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
-            *statistics, weight, centered, gradients, partials, streaming,
+            short or backward_rows, cut.resident_tasks, 3 * x.nbytes, dy.ravel(), x.ravel(),
+            out.ravel(), *statistics, weight, centered, gradients, partials, streaming,
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
     else:

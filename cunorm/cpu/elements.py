@@ -111,37 +111,60 @@ def _several(kind, lanes):
     return kind if lanes == 1 else ir.VectorType(kind, lanes)
 
 
+def _constant(kind, number):
+    """An integer, or a vector of it."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
 def _widen(builder, dtype, value, lanes=1):
     number, word = _several(ir.FloatType(), lanes), _several(ir.IntType(32), lanes)
     if dtype == _FLOAT16:
         return builder.fpext(builder.bitcast(value, _several(ir.HalfType(), lanes)), number)
     if dtype == _BFLOAT16:
-        half = ir.Constant(word, 16 if lanes == 1 else [16] * lanes)
-        return builder.bitcast(builder.shl(builder.zext(value, word), half), number)
+        upper = builder.shl(builder.zext(value, word), _constant(word, 16))
+        return builder.bitcast(upper, number)
     return value
 
 
-def read(context, builder, kind, array, index, lanes=1):
-    """What `load` gives of an element of an array of this kind; of several neighbours a vector."""
+def _read(context, builder, kind, array, index, lanes):
+    """(instruction that reads, the value): an element, or a vector of neighbours."""
     address = _address(context, builder, kind, array, index)
     if lanes > 1:
         vector = _several(address.type.pointee, lanes)
         address = builder.bitcast(address, vector.as_pointer())
     value = builder.load(address, align=kind.dtype.bitwidth // 8)
-    value.set_metadata("alias.scope", _scopes(builder.module, _INPUT))
-    return _widen(builder, kind.dtype, value, lanes)
+    return value, _widen(builder, kind.dtype, value, lanes)
 
 
-def _rounded(builder, value):
+def read(context, builder, kind, array, index, lanes=1, before=False):
+    """What `load` gives of an element of an array of this kind; of several neighbours a vector.
+
+    Where an element may be written before it is read again, by way of another vector, it has to be
+    read `before` all that is written after this.
+    """
+    instruction, value = _read(context, builder, kind, array, index, lanes)
+    if not before:
+        instruction.set_metadata("alias.scope", _scopes(builder.module, _INPUT))
+    return value
+
+
+def read_back(context, builder, kind, array, index, lanes=1):
+    """What `load_scratch` gives of an element; of several neighbours a vector."""
+    instruction, value = _read(context, builder, kind, array, index, lanes)
+    instruction.set_metadata("noalias", _scopes(builder.module, _INPUT, _STREAMED))
+    return value
+
+
+def _rounded(builder, value, lanes=1):
     """The bits of a float32, rounded to the nearest even bfloat16 in their upper half.
 
     By hand: the hardware's instruction flushes subnormals. A NaN, which arithmetic has made
     quiet, keeps its upper bits.
     """
-    word = ir.IntType(32)
-    bits = builder.bitcast(value, word)
-    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-    up = builder.add(builder.add(bits, word(0x7FFF)), odd)
+    bits = builder.bitcast(value, _several(ir.IntType(32), lanes))
+    half, one, below_tie = (_constant(bits.type, number) for number in (16, 1, 0x7FFF))
+    odd = builder.and_(builder.lshr(bits, half), one)
+    up = builder.add(builder.add(bits, below_tie), odd)
     return builder.select(builder.fcmp_unordered("uno", value, value), bits, up)
 
 
@@ -162,14 +185,36 @@ def _narrow(builder, dtype, value):
     return value
 
 
+def _narrow_vector(builder, dtype, vector):
+    lanes = vector.type.count
+    if dtype == _FLOAT16:
+        narrow = builder.fptrunc(vector, _several(ir.HalfType(), lanes))
+        return builder.bitcast(narrow, _several(ir.IntType(16), lanes))
+    if dtype == _BFLOAT16:
+        bits = _rounded(builder, vector, lanes)
+        upper = builder.lshr(bits, _constant(bits.type, 16))
+        return builder.trunc(upper, _several(ir.IntType(16), lanes))
+    return vector
+
+
+def put(context, builder, kind, array, index, vector, streaming):
+    """What `store` does, of a vector for several neighbours.
+
+    What is streamed begins at a multiple of its size.
+    """
+    narrow = _narrow_vector(builder, kind.dtype, vector)
+    address = _address(context, builder, kind, array, index)
+    address = builder.bitcast(address, narrow.type.as_pointer())
+    element = kind.dtype.bitwidth // 8
+    align = narrow.type.count * element if streaming else element
+    _emit_store(builder, narrow, address, streaming, align)
+
+
 def _define_load(constant):
     def typer(typing_context, array, index):
         def generate(context, builder, signature, arguments):
-            if constant:
-                return read(context, builder, signature.args[0], *arguments)
-            value = builder.load(_address(context, builder, signature.args[0], *arguments))
-            value.set_metadata("noalias", _scopes(builder.module, _INPUT, _STREAMED))
-            return _widen(builder, array.dtype, value)
+            get = read if constant else read_back
+            return get(context, builder, signature.args[0], *arguments)
 
         return accumulator(array.dtype)(array, types.intp), generate
 
@@ -191,7 +236,7 @@ def _pack(builder, first, second):
 
 
 def _emit_store(builder, value, address, streaming, align=None):
-    instruction = builder.store(value, address, align=64 if streaming else align)
+    instruction = builder.store(value, address, align=align)
     instruction.set_metadata("noalias", _scopes(builder.module, _INPUT))
     if streaming:
         instruction.set_metadata("alias.scope", _scopes(builder.module, _STREAMED))
@@ -200,17 +245,19 @@ def _emit_store(builder, value, address, streaming, align=None):
 
 
 def _define_store(streaming):
+    line = 64 if streaming else None
+
     def typer(typing_context, array, index, value, second=None):
         def generate(context, builder, signature, arguments):
             data, position, *numbers = arguments
             address = _address(context, builder, signature.args[0], data, position)
             if second is None:
                 narrow = _narrow(builder, array.dtype, numbers[0])
-                _emit_store(builder, narrow, address, streaming)
+                _emit_store(builder, narrow, address, streaming, line)
             else:
                 word = _pack(builder, *numbers)
                 address = builder.bitcast(address, word.type.as_pointer())
-                _emit_store(builder, word, address, streaming, align=array.dtype.bitwidth // 8)
+                _emit_store(builder, word, address, streaming, line or array.dtype.bitwidth // 8)
             return context.get_dummy_value()
 
         number = accumulator(array.dtype)
@@ -222,11 +269,13 @@ def _define_store(streaming):
 
 
 def _define_move(streaming):
+    line = 64 if streaming else None
+
     def typer(typing_context, array, index, source, position):
         def generate(context, builder, signature, arguments):
             value = builder.load(_address(context, builder, signature.args[2], *arguments[2:]))
             address = _address(context, builder, signature.args[0], *arguments[:2])
-            _emit_store(builder, value, address, streaming)
+            _emit_store(builder, value, address, streaming, line)
             return context.get_dummy_value()
 
         return types.void(array, types.intp, source, types.intp), generate
@@ -356,6 +405,12 @@ def way_ahead(array):
 def _line_rest(array, i):
     """How many elements there are from one to the next begin of a cache line."""
     return (-_address_of(array, i) & 63) // array.itemsize
+
+
+@device_function
+def begins_line(array):
+    """Whether an array begins where a cache line does."""
+    return _line_rest(array, 0) == 0
 
 
 @device_function

@@ -41,11 +41,10 @@ from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
-from llvmlite.binding import get_host_cpu_features
-
 from ..geometry import Geometry
 from .memory import last_level_cache
 from .threads import get_num_threads
+from .vectors import REGISTER_BYTES
 
 __all__ = ["Columns", "Rows", "Runs", "Segments", "plan"]
 
@@ -59,7 +58,7 @@ _MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
 
 # With vectors of 32 bytes runs pay from half that length on in a backward pass, but of half types.
 # Measured on Zen 3, in float32.
-_SHORT_VECTORS = not get_host_cpu_features().get("avx512f", False)
+_SHORT_VECTORS = REGISTER_BYTES < 64
 
 # A streamed sweep that sums nothing has no use for positions where runs are as long as this,
 # or, of 16-bit elements, a multiple of it, which their vector loops take in whole steps; but if

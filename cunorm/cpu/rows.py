@@ -46,11 +46,13 @@ from .tasks import last_task, next_task, shared_kernel
 __all__ = [
     "add_up",
     "backward_rows",
+    "coefficients",
     "gradient_rows",
     "normalize_rows",
     "reduce_rows",
     "row_extents",
     "row_parameter",
+    "slope_and_offset",
     "squares_rows",
     "transform_rows",
 ]
@@ -124,13 +126,13 @@ def _transform(x, y, start, end, row, statistics, weight, bias, to_weight, half,
 
     What is so far `ahead` is fetched meanwhile, but for 0.
     """
-    mean, scale, shift = _coefficients(x, row, *statistics)
+    mean, scale, shift = coefficients(x, row, *statistics)
     numbers = (x, mean, scale, shift, weight, bias)
     write(y, 0, start, end, streaming, _transformed, numbers, to_weight, half, x, None, ahead)
 
 
 @strict_function
-def _coefficients(x, row, mean, residual, inv_std):
+def coefficients(x, row, mean, residual, inv_std):
     """(mean, scale, shift) of the normalized x: (x - mean) * scale + shift.
 
     The shift makes up for the residual: what rounding took from the mean.
@@ -317,7 +319,7 @@ def _piece_sums(
     other bits.
     """
     start, to_weight = row * length + offset, g * length + offset
-    numbers = _coefficients(x, row, *statistics)
+    numbers = coefficients(x, row, *statistics)
     zero = as_accumulator(x, 0.0)
     if _step(length) == 1:
         total, products = _run_sums(
@@ -327,7 +329,7 @@ def _piece_sums(
     other_dy, other_x, other_start, other_numbers = nothing, nothing, 0, (zero, zero, zero)
     if other >= 0:
         other_dy, other_x, other_start = dy, x, other * length + offset
-        other_numbers = _coefficients(x, other, *statistics)
+        other_numbers = coefficients(x, other, *statistics)
     return _two_sums(
         dy, x, start, numbers, other_dy, other_x, other_start, other_numbers,
         size, weight, to_weight, dweight, dbias, first,
@@ -341,6 +343,14 @@ def _element_gradient(i, _, dy, x, mean, scale, shift, slope, offset, weight, to
     return load(dy, i) * factor + (normalized * slope + offset)
 
 
+@strict_function
+def slope_and_offset(x, row, inv_std, total, products, length, centered):
+    """What a row's sums add to dx, normalized * slope + offset."""
+    scale = np.float64(load_scratch(inv_std, row))
+    slope = as_accumulator(x, -scale * (products / length))
+    return slope, as_accumulator(x, -scale * (total / length) if centered else 0.0)
+
+
 @device_function
 def _gradient(
     dy, x, dx, start, end, row, g, length, statistics, total, products, centered, weight, streaming,
@@ -350,9 +360,8 @@ def _gradient(
 
     What is so far `ahead` is fetched meanwhile, but for 0.
     """
-    mean, scale, shift = _coefficients(x, row, *statistics)
-    slope = as_accumulator(x, -np.float64(scale) * (products / length))
-    offset = as_accumulator(x, -np.float64(scale) * (total / length) if centered else 0.0)
+    mean, scale, shift = coefficients(x, row, *statistics)
+    slope, offset = slope_and_offset(x, row, statistics[2], total, products, length, centered)
     numbers = (dy, x, mean, scale, shift, slope, offset, weight, (g - row) * length)
     write(dx, 0, start, end, streaming, _element_gradient, numbers, 0, 0, dy, x, ahead)
 
@@ -387,8 +396,9 @@ def backward_rows(
             other = -1
             total, products, other_total, other_products = 0.0, 0.0, 0.0, 0.0
             if _step(length) == 1:  # without the choice of `_piece_sums`, which costs a tenth
-                numbers = _coefficients(x, row, *statistics)
-                for offset in range(0, length, chunk_length):
+                numbers = coefficients(x, row, *statistics)
+                for piece in range(pieces):
+                    offset = piece * chunk_length
                     sums = _run_sums(
                         dy, x, row * length + offset, min(chunk_length, length - offset), numbers,
                         weight, g * length + offset, dweight, dbias, offset,

@@ -135,7 +135,7 @@ def residual_times(residual, statistic, factor):
 
 
 @device_function
-def _pivot(x, i):
+def pivot_at(x, i):
     """An element to measure the others from; an infinite one would make every sum NaN."""
     value = load(x, i)
     return value if math.isfinite(value) else as_accumulator(x, 0.0)
@@ -174,13 +174,13 @@ def merge_into(moments, i, count, mean, m2):
 
 
 @strict_function
-def _moved(x, center, total, reciprocal):
+def moved_to_mean(x, center, total, reciprocal):
     """A center moved to the mean of elements that deviate from it by a total, given 1 / count."""
     return _center(x, np.float64(center) + np.float64(total) * reciprocal)
 
 
 @strict_function
-def _corrected(center, total, squares, count):
+def corrected(center, total, squares, count):
     """Mean and m2 from the sums of (x - center) and (x - center)^2."""
     correction = total / count
     mean = center + correction if math.isfinite(center) else center
@@ -209,7 +209,7 @@ def _center_runs(x, first, last, starts, length, centers, totals):
     """
     whole = length < _SAMPLED_LENGTH
     for i in range(first, last):
-        pivot = _pivot(x, starts[i])
+        pivot = pivot_at(x, starts[i])
         store(centers, i, pivot)
         if whole:
             total = sum_about(x, starts[i], length, pivot)
@@ -218,7 +218,7 @@ def _center_runs(x, first, last, starts, length, centers, totals):
         store(totals, i, np.float64(total))
     reciprocal = 1.0 / (length if whole else SAMPLED)
     for i in range(first, last):
-        center = _moved(x, load_scratch(centers, i), load_scratch(totals, i), reciprocal)
+        center = moved_to_mean(x, load_scratch(centers, i), load_scratch(totals, i), reciprocal)
         store(centers, i, center)
 
 
@@ -265,7 +265,7 @@ def _center_again(x, channels, starts, rows, stride, length, centers, totals, sq
         total = load_scratch(totals, i)
         if not _is_off(total, load_scratch(squares, i), reciprocal):
             continue
-        store(centers, i, _moved(x, load_scratch(centers, i), total, reciprocal))
+        store(centers, i, moved_to_mean(x, load_scratch(centers, i), total, reciprocal))
         store(totals, i, 0.0)
         store(squares, i, 0.0)
         for r in range(rows):
@@ -307,7 +307,7 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
             _center_again(x, channels, starts, rows, stride, length, centers, totals, squares)
     for i in range(channels):
         center = np.float64(load_scratch(centers, i))
-        mean, m2 = _corrected(center, load_scratch(totals, i), load_scratch(squares, i), count)
+        mean, m2 = corrected(center, load_scratch(totals, i), load_scratch(squares, i), count)
         store(totals, i, mean)
         store(squares, i, m2)
     if first:
@@ -429,7 +429,7 @@ def _center_columns(x, start, stride, rows, width, center, total):
             store(total, p, load_scratch(total, p) + deviation)
     reciprocal = 1.0 / rows
     for p in range(width):
-        moved = _moved(x, load_scratch(center, p), load_scratch(total, p), reciprocal)
+        moved = moved_to_mean(x, load_scratch(center, p), load_scratch(total, p), reciprocal)
         store(center, p, moved)
         store(total, p, as_accumulator(x, 0.0))
 
@@ -456,7 +456,8 @@ def _move_off_centers(x, reciprocal, width, center, total, squares):
     zero = as_accumulator(x, 0.0)
     for p in range(width):
         if _is_off(load_scratch(total, p), load_scratch(squares, p), reciprocal):
-            store(center, p, _moved(x, load_scratch(center, p), load_scratch(total, p), reciprocal))
+            off, by = load_scratch(center, p), load_scratch(total, p)
+            store(center, p, moved_to_mean(x, off, by, reciprocal))
         store(total, p, zero)
         store(squares, p, zero)
 
@@ -466,7 +467,7 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
     """Merge `rows` rows into the moments that `width` positions have of `count` rows before."""
     zero = as_accumulator(x, 0.0)
     for p in range(width):
-        pivot = _center(x, load_scratch(mean, p)) if count else _pivot(x, start + p)
+        pivot = _center(x, load_scratch(mean, p)) if count else pivot_at(x, start + p)
         store(center, p, pivot)
         store(total, p, zero)
         store(squares, p, zero)
@@ -484,7 +485,7 @@ def _columns_chunk(x, start, stride, rows, width, count, center, total, squares,
             _move_off_centers(x, reciprocal, width, center, total, squares)
             _add_columns(x, start, stride, rows, width, False, center, total, squares)
     for p in range(width):
-        chunk_mean, chunk_m2 = _corrected(
+        chunk_mean, chunk_m2 = corrected(
             np.float64(load_scratch(center, p)),
             np.float64(load_scratch(total, p)),
             np.float64(load_scratch(squares, p)),
@@ -540,7 +541,7 @@ def channel_of_columns(channel, channels, fold, inner, rows, tail_rows, mean, m2
             weighted = weight * deviation
             total = accumulate(total, weighted)
             squares = accumulate(squares, load_scratch(m2, p) + weighted * deviation)
-    mean_of_all, m2_of_all = _corrected(center, total, squares, count)
+    mean_of_all, m2_of_all = corrected(center, total, squares, count)
     return count, mean_of_all, m2_of_all
 
 

@@ -1,27 +1,25 @@
 """Sums over runs of neighbouring elements, in vectors.
 
 A compiler takes a run in steps of 32 to 64 elements and what is left of it one by one, which in
-runs of up to some hundred takes longer than all the rest. Here what is left is one more vector,
-which ends where the run does; its first lanes, which are summed already, count for nothing. The
+runs of up to some hundred takes longer than all the rest. Here what is left is one more vector. The
 order of additions depends on the length of the run alone.
 """
 
 from __future__ import annotations
 
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .elements import accumulator, read
+from .vectors import REGISTER_BYTES, WORD, Vectors
 
 __all__ = ["SAMPLED", "sum_about", "sum_of_sample", "sums_about", "sums_with"]
 
 # A vector has so many bytes in memory, but fits a register when widened; and so many are summed
 # side by side, since an addition takes as long as several can be begun in.
 _MEMORY_BYTES = 32
-_REGISTER_BYTES = 64 if get_host_cpu_features().get("avx512f", False) else 32
 _CHAINS = 4
 
 # A sample is so many pieces of so many neighbouring elements, and they begin so many apart.
@@ -30,10 +28,8 @@ _PIECES, _PIECE, _STEP = 4, 4, 16
 #: Elements of a sample.
 SAMPLED = _PIECES * _PIECE
 
-_WORD = ir.IntType(64)
 
-
-class _Writer:
+class _Writer(Vectors):
     """Writes sums of what `terms` makes of the elements [start, start + length) of some arrays.
 
     ``terms(builder, elements, center)`` gives the terms from an element of each, in numbers or
@@ -41,24 +37,14 @@ class _Writer:
     """
 
     def __init__(self, context, builder, signature, arguments, terms, number_of_terms, lanes=0):
-        self.context, self.builder = context, builder
-        self.terms, self.number_of_terms = terms, number_of_terms
         *arrays, self.start, self.length, self.center = arguments
+        self.context = context
+        self.terms, self.number_of_terms = terms, number_of_terms
         self.arrays = list(zip(signature.args[: len(arrays)], arrays, strict=True))
-        self.number = self.center.type
-        self.bits = 32 if self.number == ir.FloatType() else 64
-        element = self.arrays[0][0].dtype.bitwidth
-        most = min(8 * _MEMORY_BYTES // element, 8 * _REGISTER_BYTES // self.bits)
-        self.lanes = lanes or most
-        self.vector = ir.VectorType(self.number, self.lanes)
-
-    def splat(self, value):
-        """A vector of lanes that are all the same."""
-        kind, lane = ir.VectorType(value.type, self.lanes), ir.IntType(32)
-        undefined = ir.Constant(kind, ir.Undefined)
-        single = self.builder.insert_element(undefined, value, lane(0))
-        order = ir.Constant(ir.VectorType(lane, self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(single, undefined, order)
+        number = self.center.type
+        bits, element = 32 if number == ir.FloatType() else 64, self.arrays[0][0].dtype.bitwidth
+        most = min(8 * _MEMORY_BYTES // element, 8 * REGISTER_BYTES // bits)
+        super().__init__(builder, number, lanes or most)
 
     def terms_at(self, offset, center, lanes):
         """The terms of elements from an offset in the run on."""
@@ -78,32 +64,21 @@ class _Writer:
     def add_vectors(self, chains, center):
         """Add the terms of all whole vectors, and of one that ends where the run does."""
         builder, lanes = self.builder, self.lanes
-        step = _WORD(lanes * len(chains))
-        many, whole = (builder.and_(self.length, _WORD(-of)) for of in (lanes * len(chains), lanes))
-        with cgutils.for_range_slice(builder, _WORD(0), many, step) as (offset, _):
+        step = WORD(lanes * len(chains))
+        many, whole = (builder.and_(self.length, WORD(-of)) for of in (lanes * len(chains), lanes))
+        with cgutils.for_range_slice(builder, WORD(0), many, step) as (offset, _):
             for i, totals in enumerate(chains):
-                place = builder.add(offset, _WORD(i * lanes))
+                place = builder.add(offset, WORD(i * lanes))
                 self.add(totals, self.terms_at(place, center, lanes))
         totals = chains[0]
         for other in chains[1:]:
             self.add(totals, [builder.load(total) for total in other])
-        with cgutils.for_range_slice(builder, many, whole, _WORD(lanes)) as (offset, _):
+        with cgutils.for_range_slice(builder, many, whole, WORD(lanes)) as (offset, _):
             self.add(totals, self.terms_at(offset, center, lanes))
         with builder.if_then(builder.icmp_signed("<", whole, self.length)):
-            offset = builder.sub(self.length, _WORD(lanes))
+            offset = builder.sub(self.length, WORD(lanes))
             terms = self.terms_at(offset, center, lanes)
-            summed = self.splat(builder.sub(whole, offset))
-            order = ir.Constant(ir.VectorType(_WORD, lanes), list(range(lanes)))
-            rest = builder.icmp_signed(">=", order, summed)
-            nothing = ir.Constant(self.vector, [0.0] * lanes)
-            self.add(totals, [builder.select(rest, term, nothing) for term in terms])
-
-    def over_lanes(self, vector):
-        """Sum of a vector's lanes."""
-        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{self.bits}"
-        kind = ir.FunctionType(self.number, [self.number, self.vector])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, [self.number(-0.0), vector], fastmath=("reassoc",))
+            self.add(totals, self.without_first(terms, builder.sub(whole, offset)))
 
     def write(self):
         """The sums."""
@@ -111,7 +86,7 @@ class _Writer:
         sums = [cgutils.alloca_once(builder, self.number) for _ in range(self.number_of_terms)]
         chains = [[cgutils.alloca_once(builder, self.vector) for _ in sums] for _ in range(_CHAINS)]
         center = self.splat(self.center)
-        long = builder.icmp_signed(">=", self.length, _WORD(self.lanes))
+        long = builder.icmp_signed(">=", self.length, WORD(self.lanes))
         with builder.if_else(long, likely=True) as (in_vectors, one_by_one):
             with in_vectors:
                 for totals in chains:
@@ -159,12 +134,12 @@ def sum_of_sample(typing_context, x, start, center):
     """Sum of x[i] - center over a sample of the 64 elements from `start` on."""
 
     def generate(context, builder, signature, arguments):
-        data, first, number = arguments
-        whole = [data, first, None, number]
+        data, first, pivot = arguments
+        whole = [data, first, None, pivot]
         writer = _Writer(context, builder, signature, whole, _deviation, 1, _PIECE)
-        center = writer.splat(number)
+        center = writer.splat(pivot)
         pieces = [
-            writer.terms_at(_WORD(piece * _STEP), center, _PIECE)[0] for piece in range(_PIECES)
+            writer.terms_at(WORD(piece * _STEP), center, _PIECE)[0] for piece in range(_PIECES)
         ]
         total = pieces[0]
         for piece in pieces[1:]:

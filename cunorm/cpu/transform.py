@@ -63,6 +63,7 @@ from .plan import (
 )
 from .pool import dismiss, hire, run
 from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
+from .short_rows import short_normalization
 from .statistics import (
     NONE,
     blend_running,
@@ -499,8 +500,10 @@ def _fused(
     if isinstance(cut, Rows):
         if not cut.resident:
             return apart
-        kernel, tasks = normalize_rows, cut.resident_tasks
-        arguments = (centered, *row_extents(geometry), *cut.arguments)
+        extents = row_extents(geometry)
+        short = short_normalization(extents[2], dtype.itemsize) if cut.pieces == 1 else None
+        kernel, tasks = short or normalize_rows, cut.resident_tasks
+        arguments = (centered, *extents, *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
         runs = by_runs(geometry, dtype.itemsize, merged, streaming)

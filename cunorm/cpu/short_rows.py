@@ -1,0 +1,376 @@
+"""Kernels for rows of a few vectors, which registers hold.
+
+A loop over a row as short as that costs more to begin and to end than in between. Here a kernel is
+compiled for so many vectors of so many lanes; the last of them ends where the row does. Rows are
+taken in lots: what is done once for a row, divisions and a square root that wait for each other,
+is done for all of a lot side by side, between two sweeps over it.
+
+What a row becomes depends on the row alone, to the bit, and not on the rows around it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from .elements import (
+    accumulator,
+    as_accumulator,
+    begins_line,
+    device_function,
+    fetch,
+    load_scratch,
+    put,
+    read,
+    read_back,
+    scratch,
+    store,
+)
+from .rows import coefficients, slope_and_offset
+from .statistics import corrected, moved_to_mean, pivot_at, save
+from .tasks import next_task, shared_kernel
+from .vectors import REGISTER_BYTES, WORD, Vectors
+
+__all__ = ["short_backward", "short_normalization"]
+
+# Short rows have no more vectors, and, in a backward pass, where longer ones are quicker one by one
+# if they come from memory, no more bytes. Measured on Zen 4.
+_MOST_VECTORS = 8
+_BACKWARD_BYTES = 256
+
+# Rows that are taken at a time: no more than so many, nor, in a forward and a backward pass, than
+# so many bytes.
+_MOST_TOGETHER = 16
+_FORWARD_LOT, _BACKWARD_LOT = 4 << 10, 1 << 10
+
+
+def _shape(length: int, itemsize: int) -> tuple[int, int]:
+    """(lanes, vectors) of a row."""
+    lanes = REGISTER_BYTES // max(4, itemsize)
+    while lanes > length:
+        lanes //= 2
+    return lanes, -(-length // lanes)
+
+
+class _Row(Vectors):
+    """Writes what is done with a row."""
+
+    def __init__(self, context, builder, lanes, vectors, length, number):
+        super().__init__(builder, number, lanes.literal_value)
+        self.context = context
+        whole, lanes = vectors.literal_value - 1, self.lanes
+        self.offsets = [WORD(lanes * i) for i in range(whole)]
+        self.offsets.append(builder.sub(length, WORD(lanes)))
+        self.common = builder.sub(WORD(lanes * (whole + 1)), length)  # lanes of the last two
+
+    def read(self, kind, array, start, before=False):
+        """The elements from `start` on."""
+        builder, lanes = self.builder, self.lanes
+        return [
+            read(self.context, builder, kind, array, builder.add(start, offset), lanes, before)
+            for offset in self.offsets
+        ]
+
+    def write(self, kind, array, start, vectors, streaming):
+        """Write the elements from `start` on, past the caches or not."""
+        builder = self.builder
+        with builder.if_else(streaming) as branches:
+            for branch, streamed in zip(branches, (True, False), strict=True):
+                with branch:
+                    for offset, vector in zip(self.offsets, vectors, strict=True):
+                        index = builder.add(start, offset)
+                        put(self.context, builder, kind, array, index, vector, streamed)
+
+    def _by_pairs(self, operation, vectors, others):
+        """An operation on each of some vectors and one of as many others, or all the same."""
+        if not isinstance(others, list):
+            others = [others] * len(vectors)
+        pairs = zip(vectors, others, strict=True)
+        return [operation(*pair, flags=("contract",)) for pair in pairs]
+
+    def less(self, vectors, others):
+        """Differences."""
+        return self._by_pairs(self.builder.fsub, vectors, others)
+
+    def times(self, vectors, others):
+        """Products."""
+        return self._by_pairs(self.builder.fmul, vectors, others)
+
+    def plus(self, vectors, others):
+        """Sums."""
+        return self._by_pairs(self.builder.fadd, vectors, others)
+
+    def normalized(self, x, mean, scale, shift):
+        """(x - mean) * scale + shift."""
+        deviations = self.less(x, self.splat(mean))
+        return self.plus(self.times(deviations, self.splat(scale)), self.splat(shift))
+
+    def sum(self, vectors):
+        """Sum over the row."""
+        *vectors, last = vectors
+        vectors += self.without_first([last], self.common)
+        while len(vectors) > 1:  # by pairs
+            odd = vectors[len(vectors) // 2 * 2 :]
+            vectors = self.plus(vectors[:-1:2], vectors[1::2]) + odd
+        return self.over_lanes(vectors[0])
+
+
+@intrinsic(prefer_literal=True)
+def _deviation(typing_context, x, start, length, center, lanes, vectors):
+    """Sum of x - center over a row."""
+
+    def generate(context, builder, signature, arguments):
+        data, start, length, center = arguments[:4]
+        row = _Row(context, builder, lanes, vectors, length, center.type)
+        return row.sum(row.less(row.read(x, data, start), row.splat(center)))
+
+    number = accumulator(x.dtype)
+    return number(x, types.intp, types.intp, number, lanes, vectors), generate
+
+
+@intrinsic(prefer_literal=True)
+def _sums_about(typing_context, x, start, length, center, lanes, vectors):
+    """Sums of x - center and of its square over a row."""
+
+    def generate(context, builder, signature, arguments):
+        data, start, length, center = arguments[:4]
+        row = _Row(context, builder, lanes, vectors, length, center.type)
+        deviations = row.less(row.read(x, data, start), row.splat(center))
+        sums = row.sum(deviations), row.sum(row.times(deviations, deviations))
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    number = accumulator(x.dtype)
+    result = types.UniTuple(number, 2)
+    return result(x, types.intp, types.intp, number, lanes, vectors), generate
+
+
+@intrinsic(prefer_literal=True)
+def _transform(
+    typing_context, x, y, start, length, mean, scale, shift, weight, bias, to_weight, streaming,
+    lanes, vectors,
+):  # fmt: skip
+    """Transform of a row; its parameters begin at `to_weight`."""
+
+    def generate(context, builder, signature, arguments):
+        of_x, of_y, start, length, *numbers, of_weight, of_bias, first, streaming = arguments[:11]
+        row = _Row(context, builder, lanes, vectors, length, numbers[0].type)
+        # Before y is written, which may be x: the last vectors have elements in common.
+        normalized = row.normalized(row.read(x, of_x, start, before=True), *numbers)
+        scaled = row.times(normalized, row.read(weight, of_weight, first))
+        row.write(y, of_y, start, row.plus(scaled, row.read(bias, of_bias, first)), streaming)
+        return context.get_dummy_value()
+
+    number = accumulator(x.dtype)
+    return types.void(
+        x, y, types.intp, types.intp, number, number, number, weight, bias, types.intp,
+        types.boolean, lanes, vectors,
+    ), generate  # fmt: skip
+
+
+@intrinsic(prefer_literal=True)
+def _sums(
+    typing_context, dy, x, start, length, mean, scale, shift, weight, to_weight, gradients,
+    lanes, vectors,
+):  # fmt: skip
+    """Sums of dy * weight and dy * weight * v over a row, where v is x normalized.
+
+    Adds dy * v and dy to the `gradients`: of every vector of a row those of its weights, then those
+    of its biases.
+    """
+
+    def generate(context, builder, signature, arguments):
+        of_dy, of_x, start, length, *numbers, of_weight, first, sums = arguments[:10]
+        row = _Row(context, builder, lanes, vectors, length, numbers[0].type)
+        gradient = row.read(dy, of_dy, start)
+        product = row.times(gradient, row.normalized(row.read(x, of_x, start), *numbers))
+        terms = product + gradient
+        places = [WORD(row.lanes * i) for i in range(len(terms))]
+        for place, term in zip(places, terms, strict=True):
+            so_far = read_back(context, builder, gradients, sums, place, row.lanes)
+            put(context, builder, gradients, sums, place, builder.fadd(so_far, term), False)
+        factors = row.read(weight, of_weight, first)
+        totals = (row.sum(row.times(one, factors)) for one in (gradient, product))
+        return context.make_tuple(builder, signature.return_type, list(totals))
+
+    number = accumulator(x.dtype)
+    return types.UniTuple(number, 2)(
+        dy, x, types.intp, types.intp, number, number, number, weight, types.intp, gradients,
+        lanes, vectors,
+    ), generate  # fmt: skip
+
+
+@intrinsic(prefer_literal=True)
+def _gradient(
+    typing_context, dy, x, dx, start, length, mean, scale, shift, slope, offset, weight, to_weight,
+    streaming, lanes, vectors,
+):  # fmt: skip
+    """Dx of a row with the given slope and offset; its weights begin at `to_weight`."""
+
+    def generate(context, builder, signature, arguments):
+        of_dy, of_x, of_dx, start, length, mean, scale, shift = arguments[:8]
+        slope, offset, of_weight, first, streaming = arguments[8:13]
+        row = _Row(context, builder, lanes, vectors, length, mean.type)
+        # Before dx is written, as in `_transform`.
+        gradient = row.read(dy, of_dy, start, before=True)
+        normalized = row.normalized(row.read(x, of_x, start, before=True), mean, scale, shift)
+        factors = row.times(row.read(weight, of_weight, first), row.splat(scale))
+        of_row = row.plus(row.times(normalized, row.splat(slope)), row.splat(offset))
+        result = row.plus(row.times(gradient, factors), of_row)
+        row.write(dx, of_dx, start, result, streaming)
+        return context.get_dummy_value()
+
+    number = accumulator(x.dtype)
+    return types.void(
+        dy, x, dx, types.intp, types.intp, number, number, number, number, number, weight,
+        types.intp, types.boolean, lanes, vectors,
+    ), generate  # fmt: skip
+
+
+@device_function
+def _together(x, length, lot_bytes):
+    """How many rows are taken at a time."""
+    return max(1, min(_MOST_TOGETHER, lot_bytes // (length * x.itemsize)))
+
+
+@device_function
+def _streams(y, length, streaming):
+    """Whether rows are written past the caches: only whole cache lines are."""
+    return streaming and begins_line(y) and length * y.itemsize % 64 == 0
+
+
+@lru_cache
+def _normalization(lanes, vectors):
+    @shared_kernel
+    def normalize_short_rows(
+        board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
+        streaming, /, centered, batch, number, length, chunk_length, pieces, block, blocks,
+    ):  # fmt: skip
+        """What `normalize_rows` does, with weight and bias in order."""
+        of_rows = (statistics[0], statistics[2], statistics[1])
+        lot, count = _together(x, length, _FORWARD_LOT), np.float64(length)
+        centers, sums, zero = scratch(x, lot), np.empty((2, lot)), as_accumulator(x, 0.0)
+        totals, squares = sums[0], sums[1]
+        streams = _streams(y, length, streaming)
+        task = next_task(board, me)
+        while task >= 0:
+            g = task % number
+            last = min(batch, (task // number + 1) * block)
+            for first in range(task // number * block, last, lot):
+                rows = min(lot, last - first)
+                row = first * number + g
+                if centered:
+                    for i in range(rows):
+                        start = (row + i * number) * length
+                        center = pivot_at(x, start)
+                        total = _deviation(x, start, length, center, lanes, vectors)
+                        store(centers, i, center)
+                        store(totals, i, np.float64(total))
+                    for i in range(rows):
+                        center, total = load_scratch(centers, i), load_scratch(totals, i)
+                        store(centers, i, moved_to_mean(x, center, total, 1.0 / count))
+                    for i in range(rows):
+                        start = (row + i * number) * length
+                        center = load_scratch(centers, i)
+                        total, square = _sums_about(x, start, length, center, lanes, vectors)
+                        store(totals, i, np.float64(total))
+                        store(squares, i, np.float64(square))
+                    for i in range(rows):
+                        mean, m2 = corrected(
+                            np.float64(load_scratch(centers, i)), load_scratch(totals, i),
+                            load_scratch(squares, i), count,
+                        )  # fmt: skip
+                        save(statistics, row + i * number, count, mean, m2, eps)
+                else:
+                    for i in range(rows):
+                        start = (row + i * number) * length
+                        square = _sums_about(x, start, length, zero, lanes, vectors)[1]
+                        store(squares, i, np.float64(square))
+                    for i in range(rows):
+                        save(
+                            statistics, row + i * number, count, 0.0, load_scratch(squares, i), eps
+                        )
+                for i in range(row, row + rows * number, number):
+                    if streaming:
+                        fetch(x, (i + lot * number) * length, length)
+                    mean, scale, shift = coefficients(x, i, *of_rows)
+                    _transform(
+                        x, y, i * length, length, mean, scale, shift, weight, bias, g * length,
+                        streams, lanes, vectors,
+                    )  # fmt: skip
+            task = next_task(board, me)
+
+    return normalize_short_rows
+
+
+def short_normalization(length: int, itemsize: int):
+    """The kernel that does what `normalize_rows` does for rows of this length, if there is one."""
+    lanes, vectors = _shape(length, itemsize)
+    return _normalization(lanes, vectors) if lanes > 1 and vectors <= _MOST_VECTORS else None
+
+
+@lru_cache
+def _backward(lanes, vectors):
+    @shared_kernel
+    def backward_short_rows(
+        board, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
+        streaming, /, batch, number, length, chunk_length, pieces, block, blocks,
+    ):  # fmt: skip
+        """What `backward_rows` does."""
+        of_rows = (mean, residual, inv_std)
+        lot, size = _together(x, length, _BACKWARD_LOT), lanes * vectors
+        of_parameters, numbers = scratch(x, 2 * size), scratch(x, (2, lot))
+        slopes, offsets = numbers[0], numbers[1]
+        sums = np.empty((2, lot))
+        totals, products = sums[0], sums[1]
+        streams = _streams(dx, length, streaming)
+        task = next_task(board, me)
+        while task >= 0:
+            g = task % number
+            last = min(batch, (task // number + 1) * block)
+            of_parameters[:] = 0.0
+            for first in range(task // number * block, last, lot):
+                rows = min(lot, last - first)
+                row = first * number + g
+                for i in range(rows):
+                    this = row + i * number
+                    center, scale, shift = coefficients(x, this, *of_rows)
+                    total, product = _sums(
+                        dy, x, this * length, length, center, scale, shift, weight, g * length,
+                        of_parameters, lanes, vectors,
+                    )  # fmt: skip
+                    store(totals, i, np.float64(total))
+                    store(products, i, np.float64(product))
+                for i in range(rows):
+                    slope, offset = slope_and_offset(
+                        x, row + i * number, inv_std, load_scratch(totals, i),
+                        load_scratch(products, i), length, centered,
+                    )  # fmt: skip
+                    store(slopes, i, slope)
+                    store(offsets, i, offset)
+                for i in range(rows):
+                    this = row + i * number
+                    center, scale, shift = coefficients(x, this, *of_rows)
+                    _gradient(
+                        dy, x, dx, this * length, length, center, scale, shift,
+                        load_scratch(slopes, i), load_scratch(offsets, i), weight, g * length,
+                        streams, lanes, vectors,
+                    )  # fmt: skip
+            if gradients:
+                for k in range(2):
+                    whole, begin = size - lanes, k * size
+                    result = partials[task // number, k, g * length : (g + 1) * length]
+                    result[:whole] = of_parameters[begin : begin + whole]
+                    result[whole:] = of_parameters[begin + size - (length - whole) : begin + size]
+            task = next_task(board, me)
+
+    return backward_short_rows
+
+
+def short_backward(length: int, itemsize: int):
+    """The kernel that does what `backward_rows` does for rows of this length, if there is one."""
+    lanes, vectors = _shape(length, itemsize)
+    short = vectors <= _MOST_VECTORS and length * itemsize <= _BACKWARD_BYTES
+    return _backward(lanes, vectors) if lanes > 1 and short else None

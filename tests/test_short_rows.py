@@ -1,0 +1,73 @@
+"""Rows of a few vectors, in registers of either size: of all widths, and the last one in part."""
+
+import numpy as np
+import pytest
+from cases import DTYPES, check, group, layer, operands, rms
+
+from cunorm import get_num_threads
+from cunorm.cpu import short_rows, transform
+from cunorm.geometry import row_norm_geometry
+
+pytestmark = pytest.mark.cpu
+
+# By the bytes of a register: of narrower vectors, one and two; of whole ones, and with lanes that
+# the last two have in common; the longest, and the longest of a backward pass.
+LENGTHS = {64: [2, 3, 5, 9, 16, 17, 48, 63, 100, 128], 32: [5, 9, 31, 64]}
+
+
+@pytest.fixture
+def registers(monkeypatch):
+    """A function that makes registers have so many bytes."""
+
+    def have(size):
+        monkeypatch.setattr(short_rows, "REGISTER_BYTES", size)
+        transform._fused.cache_clear()
+
+    yield have
+    transform._fused.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    ("size", "length"), [(size, length) for size in LENGTHS for length in LENGTHS[size]]
+)
+def test_reference_and_in_place(rng, registers, size, length, dtype):
+    """More rows than are taken at a time, and groups, whose rows do not follow each other."""
+    dtype = np.dtype(dtype)
+    if dtype.itemsize == 8 and length > size:
+        pytest.skip("more than eight vectors")
+    registers(size)
+    call = transform._fused(
+        row_norm_geometry((37, length), 1), dtype, True, get_num_threads(), False
+    )
+    assert call.kernel is short_rows.short_normalization(length, dtype.itemsize)
+    for case, shape in (
+        (layer(), (37, length)), (rms(), (37, length)), (group(2), (37, 2 * length))
+    ):  # fmt: skip
+        x, dy, weight, bias = operands(rng, case, shape, dtype)
+        y, saved, dx, *_ = check(case, x, dy, weight, bias)
+        own, gradient = x.copy(), dy.copy()
+        case.backward(gradient, x, saved, weight, out=gradient)
+        np.testing.assert_array_equal(gradient, dx)
+        case.backward(dy, own, saved, weight, out=own)
+        np.testing.assert_array_equal(own, dx)
+        own[...] = x
+        case.forward(own, weight, bias, out=own)
+        np.testing.assert_array_equal(own, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: np.dtype(d).name)
+def test_infinite_elements(rng, dtype):
+    """They make a row's own results NaN, and no other's."""
+    x, dy, weight, bias = operands(rng, layer(), (20, 23), dtype)
+    y, saved = layer().forward(x, weight, bias)
+    dx = layer().backward(dy, x, saved, weight)[0]
+    for place in range(23):
+        other = x.copy()
+        other[7, place] = np.inf
+        found, own = layer().forward(other, weight, bias)
+        gradient = layer().backward(dy, other, own, weight)[0]
+        for array, expected in ((found, y), (gradient, dx)):
+            assert np.isnan(array[7]).all()
+            array[7] = expected[7]
+            np.testing.assert_array_equal(array, expected)
