@@ -482,3 +482,21 @@ def test_unaligned_output_has_the_same_bits(rng):
         assert np.isnan(buffer[offset - 1])
         assert np.isnan(buffer[offset + x.size])
         buffer[...] = np.nan
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("length", [5, 64, 300, 9000])
+def test_variance_beyond_float64(rng, length):
+    """It is infinite, and y the bias: of rows, runs and columns."""
+    x = rng.normal(0, 1e170, (12, length))
+    bias = rng.normal(size=length)
+    y, saved = cunorm.layer_norm_forward(x, None, bias, axis=-1)
+    np.testing.assert_array_equal(saved.inv_std, 0)
+    np.testing.assert_array_equal(y, np.broadcast_to(bias, x.shape))
+    for shape, axis in (((4, 3, length), 1), ((4, length, 3), -1)):
+        y, saved = cunorm.batch_norm_forward(
+            x.reshape(shape), None, bias[:3].copy(), channel_axis=axis
+        )
+        np.testing.assert_array_equal(saved.inv_std, 0)
+        expected = np.broadcast_to(bias[:3], (4, length, 3))
+        np.testing.assert_array_equal(y, expected if axis < 0 else np.moveaxis(expected, -1, 1))

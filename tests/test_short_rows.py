@@ -41,6 +41,8 @@ def test_reference_and_in_place(rng, registers, size, length, dtype):
         row_norm_geometry((37, length), 1), dtype, True, get_num_threads(), False
     )
     assert call.kernel is short_rows.short_normalization(length, dtype.itemsize)
+    short = short_rows.short_backward(length, dtype.itemsize) is not None
+    assert short == (length * dtype.itemsize <= 256)
     for case, shape in (
         (layer(), (37, length)), (rms(), (37, length)), (group(2), (37, 2 * length))
     ):  # fmt: skip
@@ -71,3 +73,14 @@ def test_infinite_elements(rng, dtype):
             assert np.isnan(array[7]).all()
             array[7] = expected[7]
             np.testing.assert_array_equal(array, expected)
+
+
+def test_far_outlier():
+    """The sum of what the others differ from it is out of range, but not the mean."""
+    x = np.full((3, 128), -1e37, np.float32)
+    x[:, 0] = 1e37
+    bias = np.arange(128, dtype=np.float32)
+    y, saved = layer().forward(x, None, bias)
+    np.testing.assert_allclose(saved.mean, (-127e37 + 1e37) / 128, rtol=1e-6)
+    np.testing.assert_array_equal(saved.inv_std, 0)  # the variance is beyond float32
+    np.testing.assert_array_equal(y, np.broadcast_to(bias, y.shape))

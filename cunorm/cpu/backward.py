@@ -899,12 +899,12 @@ def _backward_rows(
     extents = row_extents(geometry)
     _, number, length = extents
     if cut.resident and out is not None:
-        short = short_backward(length, x.itemsize) if cut.pieces == 1 else None
+        kernel = short_backward(length, x.itemsize) or backward_rows
         gradients = dweight.size + dbias.size > 0
         partials = np.empty((cut.blocks, 2, number * length if gradients else 0), mean.dtype)
         run(
-            short or backward_rows, cut.resident_tasks, 3 * x.nbytes, dy.ravel(), x.ravel(),
-            out.ravel(), *statistics, weight, centered, gradients, partials, streaming,
+            kernel, cut.resident_tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
+            *statistics, weight, centered, gradients, partials, streaming,
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
     else:

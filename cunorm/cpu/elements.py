@@ -139,8 +139,8 @@ def _read(context, builder, kind, array, index, lanes):
 def read(context, builder, kind, array, index, lanes=1, before=False):
     """What `load` gives of an element of an array of this kind; of several neighbours a vector.
 
-    Where an element may be written before it is read again, by way of another vector, it has to be
-    read `before` all that is written after this.
+    Where the store of another vector may change one of them, they have to be read `before` that: a
+    compiler is told that no store changes others before their time.
     """
     instruction, value = _read(context, builder, kind, array, index, lanes)
     if not before:

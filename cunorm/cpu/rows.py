@@ -32,6 +32,7 @@ from .elements import (
 from .memory import empty
 from .pool import run
 from .statistics import (
+    LOT_BYTES,
     PARAMETER_BYTES,
     chunk_moments,
     parameter,
@@ -153,7 +154,7 @@ def normalize_rows(
     belongs to them unused.
     """
     of_rows = (statistics[0], statistics[2], statistics[1])
-    lot, row_bytes = together(x, length), length * x.itemsize
+    lot, row_bytes = together(x, length, LOT_BYTES), length * x.itemsize
     fetched = lot == 1 and row_bytes <= _AHEAD_BYTES
     fetched = fetched and (number > 1 or row_bytes > _FOLLOWING_BYTES)
     ahead = _row_ahead(x, number, length) if streaming and fetched else 0
@@ -397,7 +398,7 @@ def backward_rows(
             total, products, other_total, other_products = 0.0, 0.0, 0.0, 0.0
             if _step(length) == 1:  # without the choice of `_piece_sums`, which costs a tenth
                 numbers = coefficients(x, row, *statistics)
-                for piece in range(pieces):
+                for piece in range(pieces):  # a range with a step would divide for every row
                     offset = piece * chunk_length
                     sums = _run_sums(
                         dy, x, row * length + offset, min(chunk_length, length - offset), numbers,

@@ -10,7 +10,7 @@ What a row becomes depends on the row alone, to the bit, and not on the rows aro
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numba import types
@@ -30,21 +30,19 @@ from .elements import (
     store,
 )
 from .rows import coefficients, slope_and_offset
-from .statistics import corrected, moved_to_mean, pivot_at, save
+from .statistics import LOT_BYTES, corrected, moved_to_mean, pivot_at, save, together
 from .tasks import next_task, shared_kernel
 from .vectors import REGISTER_BYTES, WORD, Vectors
 
 __all__ = ["short_backward", "short_normalization"]
 
-# Short rows have no more vectors, and, in a backward pass, where longer ones are quicker one by one
-# if they come from memory, no more bytes. Measured on Zen 4.
+# Short rows have no more vectors. In a backward pass they also have no more bytes: longer ones
+# from memory are quicker one by one. Measured on Zen 4.
 _MOST_VECTORS = 8
 _BACKWARD_BYTES = 256
 
-# Rows that are taken at a time: no more than so many, nor, in a forward and a backward pass, than
-# so many bytes.
-_MOST_TOGETHER = 16
-_FORWARD_LOT, _BACKWARD_LOT = 4 << 10, 1 << 10
+# Bytes of rows that are taken at a time in a backward pass.
+_BACKWARD_LOT = 1 << 10
 
 
 def _shape(length: int, itemsize: int) -> tuple[int, int]:
@@ -84,7 +82,7 @@ class _Row(Vectors):
                         index = builder.add(start, offset)
                         put(self.context, builder, kind, array, index, vector, streamed)
 
-    def _by_pairs(self, operation, vectors, others):
+    def _each(self, operation, vectors, others):
         """An operation on each of some vectors and one of as many others, or all the same."""
         if not isinstance(others, list):
             others = [others] * len(vectors)
@@ -93,42 +91,44 @@ class _Row(Vectors):
 
     def less(self, vectors, others):
         """Differences."""
-        return self._by_pairs(self.builder.fsub, vectors, others)
+        return self._each(self.builder.fsub, vectors, others)
 
     def times(self, vectors, others):
         """Products."""
-        return self._by_pairs(self.builder.fmul, vectors, others)
+        return self._each(self.builder.fmul, vectors, others)
 
     def plus(self, vectors, others):
         """Sums."""
-        return self._by_pairs(self.builder.fadd, vectors, others)
+        return self._each(self.builder.fadd, vectors, others)
 
     def normalized(self, x, mean, scale, shift):
         """(x - mean) * scale + shift."""
         deviations = self.less(x, self.splat(mean))
         return self.plus(self.times(deviations, self.splat(scale)), self.splat(shift))
 
-    def sum(self, vectors):
-        """Sum over the row."""
+    def sum(self, vectors, factor=None):
+        """Sum over the row, times a factor, if there is one, that sums over lanes have already."""
         *vectors, last = vectors
         vectors += self.without_first([last], self.common)
         while len(vectors) > 1:  # by pairs
             odd = vectors[len(vectors) // 2 * 2 :]
             vectors = self.plus(vectors[:-1:2], vectors[1::2]) + odd
+        if factor is not None:
+            vectors = self.times(vectors, self.splat(factor))
         return self.over_lanes(vectors[0])
 
 
 @intrinsic(prefer_literal=True)
-def _deviation(typing_context, x, start, length, center, lanes, vectors):
-    """Sum of x - center over a row."""
+def _deviation(typing_context, x, start, length, center, reciprocal, lanes, vectors):
+    """Mean of x - center over a row, given 1 / length; of large numbers the sum might overflow."""
 
     def generate(context, builder, signature, arguments):
-        data, start, length, center = arguments[:4]
+        data, start, length, center, reciprocal = arguments[:5]
         row = _Row(context, builder, lanes, vectors, length, center.type)
-        return row.sum(row.less(row.read(x, data, start), row.splat(center)))
+        return row.sum(row.less(row.read(x, data, start), row.splat(center)), reciprocal)
 
     number = accumulator(x.dtype)
-    return number(x, types.intp, types.intp, number, lanes, vectors), generate
+    return number(x, types.intp, types.intp, number, number, lanes, vectors), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -177,8 +177,7 @@ def _sums(
 ):  # fmt: skip
     """Sums of dy * weight and dy * weight * v over a row, where v is x normalized.
 
-    Adds dy * v and dy to the `gradients`: of every vector of a row those of its weights, then those
-    of its biases.
+    Adds dy * v to the `gradients`, vector by vector, and dy to those that follow.
     """
 
     def generate(context, builder, signature, arguments):
@@ -230,18 +229,12 @@ def _gradient(
 
 
 @device_function
-def _together(x, length, lot_bytes):
-    """How many rows are taken at a time."""
-    return max(1, min(_MOST_TOGETHER, lot_bytes // (length * x.itemsize)))
-
-
-@device_function
 def _streams(y, length, streaming):
     """Whether rows are written past the caches: only whole cache lines are."""
     return streaming and begins_line(y) and length * y.itemsize % 64 == 0
 
 
-@lru_cache
+@cache
 def _normalization(lanes, vectors):
     @shared_kernel
     def normalize_short_rows(
@@ -250,9 +243,10 @@ def _normalization(lanes, vectors):
     ):  # fmt: skip
         """What `normalize_rows` does, with weight and bias in order."""
         of_rows = (statistics[0], statistics[2], statistics[1])
-        lot, count = _together(x, length, _FORWARD_LOT), np.float64(length)
+        lot, count = together(x, length, LOT_BYTES), np.float64(length)
         centers, sums, zero = scratch(x, lot), np.empty((2, lot)), as_accumulator(x, 0.0)
         totals, squares = sums[0], sums[1]
+        reciprocal = as_accumulator(x, 1.0 / count)
         streams = _streams(y, length, streaming)
         task = next_task(board, me)
         while task >= 0:
@@ -265,12 +259,12 @@ def _normalization(lanes, vectors):
                     for i in range(rows):
                         start = (row + i * number) * length
                         center = pivot_at(x, start)
-                        total = _deviation(x, start, length, center, lanes, vectors)
+                        off = _deviation(x, start, length, center, reciprocal, lanes, vectors)
                         store(centers, i, center)
-                        store(totals, i, np.float64(total))
+                        store(totals, i, np.float64(off))
                     for i in range(rows):
-                        center, total = load_scratch(centers, i), load_scratch(totals, i)
-                        store(centers, i, moved_to_mean(x, center, total, 1.0 / count))
+                        center, off = load_scratch(centers, i), load_scratch(totals, i)
+                        store(centers, i, moved_to_mean(x, center, off, 1.0))
                     for i in range(rows):
                         start = (row + i * number) * length
                         center = load_scratch(centers, i)
@@ -311,7 +305,7 @@ def short_normalization(length: int, itemsize: int):
     return _normalization(lanes, vectors) if lanes > 1 and vectors <= _MOST_VECTORS else None
 
 
-@lru_cache
+@cache
 def _backward(lanes, vectors):
     @shared_kernel
     def backward_short_rows(
@@ -320,7 +314,7 @@ def _backward(lanes, vectors):
     ):  # fmt: skip
         """What `backward_rows` does."""
         of_rows = (mean, residual, inv_std)
-        lot, size = _together(x, length, _BACKWARD_LOT), lanes * vectors
+        lot, size = together(x, length, _BACKWARD_LOT), lanes * vectors
         of_parameters, numbers = scratch(x, 2 * size), scratch(x, (2, lot))
         slopes, offsets = numbers[0], numbers[1]
         sums = np.empty((2, lot))

@@ -13,6 +13,8 @@ the merged sum of squares has a b d^2 / (a + b), at least half of that. So squar
 are never more than twice what they belong to. A constant channel has exactly its
 value as mean and exactly zero as sum of squares.
 
+Of rows that registers hold (`short_rows`) the center is the mean of all of the row.
+
 `moments` is the verb; the device functions also serve the fused forward pass.
 """
 
@@ -68,7 +70,7 @@ _SAMPLED_LENGTH = 64
 _SAMPLED_ROWS = 16
 
 # Runs that are taken at a time: so much memory of them, but no more than so many.
-_TOGETHER_BYTES = 4 << 10
+LOT_BYTES = 4 << 10
 _MOST_TOGETHER = 16
 
 #: Copies of parameters of so many bytes lie in kept memory: the C library gives its own back to the
@@ -184,7 +186,9 @@ def corrected(center, total, squares, count):
     """Mean and m2 from the sums of (x - center) and (x - center)^2."""
     correction = total / count
     mean = center + correction if math.isfinite(center) else center
-    m2 = squares - total * correction
+    # A variance beyond float64 stays infinite: infinity less infinity would be NaN.
+    beyond = squares == math.inf and math.isfinite(total)
+    m2 = squares if beyond else squares - total * correction
     return mean, 0.0 if m2 < 0.0 else m2  # NaN stays NaN
 
 
@@ -192,13 +196,13 @@ def corrected(center, total, squares, count):
 
 
 @device_function
-def together(x, length):
-    """How many runs of this length are taken at a time.
+def together(x, length, lot_bytes):
+    """How many runs of this length, of so many bytes in all, are taken at a time.
 
     What lies between two sweeps over a run, divisions one after another, takes as long as a
     sweep over a short one; of several runs it is done side by side.
     """
-    return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // (length * x.itemsize)))
+    return max(1, min(_MOST_TOGETHER, lot_bytes // (length * x.itemsize)))
 
 
 @device_function
@@ -238,7 +242,7 @@ def _first_runs(x, channels, starts, stride, length, centers, totals, squares):
     read on and on, one by one.
     """
     waiting = is_far(x) and x.itemsize > 2 and length >= _SAMPLED_LENGTH
-    lot = 1 if waiting else together(x, length)
+    lot = 1 if waiting else together(x, length, LOT_BYTES)
     for begin in range(0, channels, lot):
         end = min(channels, begin + lot)
         _center_runs(x, begin, end, starts, length, centers, totals)

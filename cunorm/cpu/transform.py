@@ -501,8 +501,8 @@ def _fused(
         if not cut.resident:
             return apart
         extents = row_extents(geometry)
-        short = short_normalization(extents[2], dtype.itemsize) if cut.pieces == 1 else None
-        kernel, tasks = short or normalize_rows, cut.resident_tasks
+        kernel = short_normalization(extents[2], dtype.itemsize) or normalize_rows
+        tasks = cut.resident_tasks
         arguments = (centered, *extents, *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
