@@ -84,3 +84,20 @@ def test_far_outlier():
     np.testing.assert_allclose(saved.mean, (-127e37 + 1e37) / 128, rtol=1e-6)
     np.testing.assert_array_equal(saved.inv_std, 0)  # the variance is beyond float32
     np.testing.assert_array_equal(y, np.broadcast_to(bias, y.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: np.dtype(d).name)
+def test_rounding_of_vectors(rng, dtype):
+    """To the nearest, ties to even, subnormals, infinities and NaN too: y is the bias here."""
+    bits = rng.integers(0, 1 << 32, (60, 48), np.uint32)
+    bits[:20] = bits[:20] & 0xFFFF0000 | 0x8000  # halfway between two bfloat16
+    bits[20:40] &= 0xFFFFF000  # in reach of halfway between two float16
+    bits[20:30] = bits[20:30] & 0x87FFFFFF | 0x38000000
+    bits[40:42] &= 0x807FFFFF  # subnormal
+    bits[42:46] = np.array([[0x7FFFFFFF], [0xFFFFFFFF], [0x7F7FFFFF], [0x7F800000]], np.uint32)
+    x = rng.standard_normal((2, 48)).astype(dtype)
+    for bias in bits.view(np.float32):
+        y, _ = layer().forward(x, np.zeros(48, np.float32), bias)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = (bias + np.float32(0)).astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(y.astype(np.float32), np.broadcast_to(expected, y.shape))
