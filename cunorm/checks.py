@@ -619,9 +619,9 @@ def several_values_of_all_ranks(count: int) -> None:
         )
 
 
-def several_values_a_group(count: int, shape: tuple[int, ...], num_groups: int) -> None:
-    """A variance can be taken: a group of a sample has more than one value."""
-    if count == 1:
+def several_values_a_group(size: int, shape: tuple[int, ...], num_groups: int) -> None:
+    """A variance can be taken: a group of a sample has more than one value, if there are any."""
+    if size == shape[0] * num_groups and size > 0:
         raise ValueError(
             "x: expected more than 1 value per group of a sample, "
             f"got input shape {shape} with {num_groups} groups"

@@ -11,6 +11,7 @@ from cases import (
     check,
     check_backward,
     check_forward,
+    group,
     layer,
     operands,
     permuted,
@@ -19,7 +20,7 @@ from cases import (
 )
 
 import cunorm
-from cunorm.cpu import memory, rows, statistics
+from cunorm.cpu import backward, memory, rows, statistics, transform
 
 #: (shape, axis): whole and odd lengths, rows of one value and long ones, few and many.
 SHAPES = [
@@ -71,12 +72,34 @@ def test_copies_of_parameters_in_kept_memory(rng, monkeypatch, norm, dtype):
         for least in (1 << 40, 1):
             for module in (rows, statistics):
                 monkeypatch.setattr(module, "PARAMETER_BYTES", least)
+            for plans in (transform._fused, backward._fused):
+                plans.cache_clear()
             memory._pool.clear()
             y, saved = case.forward(x, w, b)
             results.append([y, *case.backward(dy, x, saved, w)])
         assert memory._pool.recent or w is not None
         for usual, kept in zip(*results, strict=True):
             np.testing.assert_array_equal(kept, usual)
+    for plans in (transform._fused, backward._fused):
+        plans.cache_clear()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("weight_type", [np.float32, np.float64])
+@pytest.mark.parametrize(("case", "shape"), [(layer(), (700, 301)), (group(3), (400, 6, 50))])
+def test_gradients_added_up_apart(rng, monkeypatch, case, shape, weight_type):
+    """In the kernel, or by one of their own, of which those of another type have need."""
+    x, dy, weight, bias = operands(rng, case, shape, np.float32)
+    _, saved = case.forward(x, weight, bias)
+    results = []
+    for most in (1 << 40, 0):
+        monkeypatch.setattr(backward, "ADDED_APART_BYTES", most)
+        backward._fused.cache_clear()
+        results.append(case.backward(dy, x, saved, weight.astype(weight_type)))
+    backward._fused.cache_clear()
+    assert results[0][1].dtype == weight_type
+    for within, apart in zip(*results, strict=True):
+        np.testing.assert_array_equal(apart, within)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -192,13 +192,13 @@ def test_blocks_of_columns_and_a_sweep_of_runs_have_the_same_bits(
         gradients = cunorm.batch_norm_backward(dy, x, saved, weight)
         results.append((y, saved.mean, saved.inv_std, *running, *gradients))
         forward = transform._fused(geometry, x.dtype, True, threads, False)
-        plans.append((forward, backward._fused(geometry, x.itemsize, True, threads, False)))
+        plans.append((forward, backward._fused(geometry, x.dtype, True, threads, False)))
     assert plans[0][0].kernel is plans[0][1] is None
-    for by_runs, (forward, (kernel, tasks, last)) in zip((True, False), plans[1:], strict=True):
-        assert forward.kernel is transform._normalize_columns
-        assert kernel is backward._backward_columns
-        assert forward.numbers[-1] == last[-1] == by_runs
-        assert (min(tasks, forward.tasks) > 1) == (shape[1] == 150)
+    for by_runs, (there, back) in zip((True, False), plans[1:], strict=True):
+        assert there.kernel is transform._normalize_columns
+        assert back.kernel is backward._backward_columns
+        assert there.numbers[-1] == back.numbers[-1] == by_runs
+        assert (min(there.tasks, back.tasks) > 1) == (shape[1] == 150)
     for others in results[1:]:
         for first, other in zip(results[0], others, strict=True):
             np.testing.assert_array_equal(other, first)
@@ -250,7 +250,7 @@ def test_columns_that_a_sweep_of_runs_follows(shape, dtype, streaming, apart):
     geometry, dtype = batch_norm_geometry(shape, 1), np.dtype(dtype)
     forward = transform._fused(geometry, dtype, True, 2, streaming).kernel
     assert (forward is None) == apart
-    assert (backward._fused(geometry, dtype.itemsize, True, 2, streaming) is None) == apart
+    assert (backward._fused(geometry, dtype, True, 2, streaming) is None) == apart
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])

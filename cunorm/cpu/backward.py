@@ -16,8 +16,11 @@ statistics the last two terms are absent.
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 
 from ..checks import statistics_dtype
 from ..geometry import Geometry
@@ -75,11 +78,13 @@ from .plan import (
     stretches,
     sweeps_apart,
 )
-from .pool import run
+from .pool import dismiss, hire, run
 from .rows import (
+    ADDED_APART_BYTES,
     add_up,
     backward_rows,
     gradient_rows,
+    lays_before,
     reduce_rows,
     row_extents,
     row_parameter,
@@ -158,13 +163,64 @@ def _write_block_sums(
 
 
 @device_function
-def _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight):
-    """Dweight of the channels [first, last) of one sample from their sums, if there is one."""
+def _write_gradients(first, last, members, inv_std, sum_dy, sum_dy_xmu, dweight, dbias):
+    """Those of the parameters of the channels [first, last), if the sums are of one sample.
+
+    Either of dweight and dbias may be empty and is left out then.
+    """
     if dweight.size:
         for channel in range(first, last):
             r = np.float64(load(inv_std, divide(channel, members)[0]))
             total = r * np.float64(load_scratch(sum_dy_xmu, channel))
             store(dweight, channel, as_accumulator(dweight, total))
+    if dbias.size:
+        for channel in range(first, last):
+            store(dbias, channel, load_scratch(sum_dy, channel))
+
+
+@device_function
+def _store_totals(totals, result):
+    for i in range(result.size):
+        store(result, i, as_accumulator(result, load_scratch(totals, i)))
+
+
+def _add_up(sums, inv_std, members, parameters, dweight, dbias):
+    """Dweight and dbias from the sums of all channels; either may be empty and is left out."""
+    sum_dy, sum_dy_xmu = sums[0], sums[1]
+    totals = np.zeros(parameters)
+    if dweight.size:
+        for first in range(0, sum_dy.size, parameters):
+            if members == 1:  # a loop without one within it, which is vectorized
+                for i in range(parameters):
+                    r = np.float64(load(inv_std, first + i))
+                    term = r * np.float64(load(sum_dy_xmu, first + i))
+                    store(totals, i, load_scratch(totals, i) + term)
+                continue
+            statistic = first // members
+            for begin in range(0, parameters, members):
+                r = np.float64(load(inv_std, statistic + begin // members))
+                for i in range(begin, begin + members):
+                    term = r * np.float64(load(sum_dy_xmu, first + i))
+                    store(totals, i, load_scratch(totals, i) + term)
+        _store_totals(totals, dweight)
+    if dbias.size:
+        totals[:] = 0.0
+        for first in range(0, sum_dy.size, parameters):
+            for i in range(parameters):
+                term = np.float64(load(sum_dy, first + i))
+                store(totals, i, load_scratch(totals, i) + term)
+        _store_totals(totals, dbias)
+
+
+_add_up_samples = kernel(_add_up)
+_add_up_within = njit(inline="always")(_add_up)
+
+
+@njit(inline="always")
+def _add_up_near(both_sums, inv_std, members, parameters, batch, dweight, dbias):
+    """The same of several samples; one's are written with its sums."""
+    if batch > 1:
+        _add_up_within(both_sums, inv_std, members, parameters, dweight, dbias)
 
 
 # --- segments -----------------------------------------------------------------
@@ -339,13 +395,14 @@ def _gradient_runs(
         task = last_task(board, me)
 
 
-@shared_kernel
+@partial(shared_kernel, last=_add_up_near)
 def _backward_segments(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, dweight, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, both_sums, dweight, dbias, streaming,
     /, batch, outer, group, inner, members, parameters,
     block, chunk_rows, chunk_length, part_chunks, parts,
 ):  # fmt: skip
-    """A task is one block of statistics; see `_write_dweight`."""
+    """A task is one block of statistics; `both_sums` gets those of channels."""
+    sum_dy, sum_dy_xmu = both_sums[0], both_sums[1]
     channels = block * members
     count = np.float64(outer * members * inner)
     starts, numbers = np.empty(channels, np.int64), scratch(x, (4, channels))
@@ -376,7 +433,8 @@ def _backward_segments(
             statistic, (last - first) // members, members, residual, of_dy, of_dy_xmu,
             sum_dy, sum_dy_xmu,
         )  # fmt: skip
-        _write_dweight(first, last, members, inv_std, sum_dy_xmu, dweight)
+        if batch == 1:
+            _write_gradients(first, last, members, inv_std, sum_dy, sum_dy_xmu, dweight, dbias)
         for begin in range(0, last - first, members):
             slope, offset = _share(
                 x, statistic, members, parameter, residual, inv_std, weight, sum_dy, sum_dy_xmu,
@@ -700,16 +758,17 @@ def _gradient_columns(
         task = last_task(board, me)
 
 
-@shared_kernel
+@partial(shared_kernel, last=_add_up_near)
 def _backward_columns(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, dweight, streaming,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, both_sums, dweight, dbias, streaming,
     /, members, parameters, batch, outer, group, inner,
     fold, rows, tail_rows, chunk_rows, part_rows, parts, block_channels, runs,
 ):  # fmt: skip
-    """A task is one block of whole channels; see `_write_dweight`.
+    """A task is one block of whole channels; `both_sums` gets those of channels.
 
     `runs`: whether it is written run by run.
     """
+    sum_dy, sum_dy_xmu = both_sums[0], both_sums[1]
     most = fold * block_channels * inner
     blocks, totals = scratch(x, (8, most + LINE_ELEMENTS)), np.empty((2, most))
     block_mean, block_scale, block_slope, block_offset = blocks[0], blocks[1], blocks[2], blocks[3]
@@ -744,7 +803,11 @@ def _backward_columns(
         _write_block_sums(
             statistic, channels, members, residual, of_dy, of_dy_xmu, sum_dy, sum_dy_xmu
         )
-        _write_dweight(first, first + channels * members, members, inv_std, sum_dy_xmu, dweight)
+        if batch == 1:
+            _write_gradients(
+                first, first + channels * members, members, inv_std, sum_dy, sum_dy_xmu, dweight,
+                dbias,
+            )  # fmt: skip
         copies, extent = (1, 1) if runs else (fold, inner)
         _spread_scales(
             x, statistic, channels, members, parameters, copies, extent, inv_std, weight,
@@ -788,58 +851,51 @@ def _finish_sums(partials, members, residual, sum_dy, sum_dy_xmu):
         )  # fmt: skip
 
 
-@device_function
-def _store_totals(totals, result):
-    for i in range(result.size):
-        store(result, i, as_accumulator(result, load_scratch(totals, i)))
-
-
-@kernel
-def _add_up_samples(sum_dy, sum_dy_xmu, inv_std, members, parameters, dweight, dbias):
-    """Dweight and dbias from the sums of all channels; either may be empty and is left out."""
-    totals = np.zeros(parameters)
-    if dweight.size:
-        for first in range(0, sum_dy.size, parameters):
-            if members == 1:  # a loop without one within it, which is vectorized
-                for i in range(parameters):
-                    r = np.float64(load(inv_std, first + i))
-                    term = r * np.float64(load(sum_dy_xmu, first + i))
-                    store(totals, i, load_scratch(totals, i) + term)
-                continue
-            statistic = first // members
-            for begin in range(0, parameters, members):
-                r = np.float64(load(inv_std, statistic + begin // members))
-                for i in range(begin, begin + members):
-                    term = r * np.float64(load(sum_dy_xmu, first + i))
-                    store(totals, i, load_scratch(totals, i) + term)
-        _store_totals(totals, dweight)
-    if dbias.size:
-        totals[:] = 0.0
-        for first in range(0, sum_dy.size, parameters):
-            for i in range(parameters):
-                term = np.float64(load(sum_dy, first + i))
-                store(totals, i, load_scratch(totals, i) + term)
-        _store_totals(totals, dbias)
-
-
 _REDUCE = {Segments: _reduce_segments, Columns: _reduce_columns}
 _BACKWARD = {Segments: _backward_segments, Columns: _backward_columns}
 
 
+class _Call(NamedTuple):
+    """What gradients need that are computed while x and dy are near, but the arrays' elements."""
+
+    kernel: Any
+    tasks: int
+    numbers: Any
+    sums: tuple[int, ...]  # shape of what is summed up
+    rows: bool
+    laid: bool  # whether it takes a weight as `row_parameter` gives it
+    together: bool  # whether the kernel adds up what samples have
+
+
 @lru_cache(maxsize=1024)
-def _fused(geometry: Geometry, itemsize: int, centered: bool, threads: int, streaming: bool):
-    """(kernel, tasks, last arguments) for dx while x and dy are near; None if that is not to be."""
-    cut = plan(geometry, itemsize, 2, centered)
-    if isinstance(cut, Rows) or not stays_near(cut, threads):
+def _fused(
+    geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, streaming: bool
+) -> _Call | None:
+    """To compute dx while x and dy are near; None if that is not to be."""
+    cut = plan(geometry, dtype.itemsize, 2, centered)
+    if isinstance(cut, Rows):
+        if not cut.resident:
+            return None
+        extents = row_extents(geometry)
+        _, number, length = extents
+        kernel = short_backward(length, dtype.itemsize) or backward_rows
+        sums: tuple[int, ...] = (cut.blocks, 2, number * length)
+        laid, inner = lays_before(geometry, dtype), geometry.inner
+        arguments = (centered, inner, 0 if laid else inner, *extents, *cut.arguments)
+        together = prod(sums) * statistics_dtype(dtype).itemsize < ADDED_APART_BYTES
+        last = numbers(*arguments)
+        return _Call(kernel, cut.resident_tasks, last, sums, True, laid, together)
+    if not stays_near(cut, threads):
         return None
-    runs = by_runs(geometry, itemsize, cut, streaming)
-    if sweeps_apart(geometry, itemsize, runs):
+    runs = by_runs(geometry, dtype.itemsize, cut, streaming)
+    if sweeps_apart(geometry, dtype.itemsize, runs):
         return None
     arguments = (*_extents(cut, geometry), *cut.arguments)
     if isinstance(cut, Columns):
         arguments = (*arguments, runs)
-    last = numbers(*arguments)
-    return _BACKWARD[type(cut)], cut.resident_tasks, last
+    sums = (2, geometry.batch * geometry.group)
+    kernel, last = _BACKWARD[type(cut)], numbers(*arguments)
+    return _Call(kernel, cut.resident_tasks, last, sums, False, False, True)
 
 
 def _extents(cut, geometry: Geometry):
@@ -863,71 +919,77 @@ def _sums(dy, x, mean, residual, inv_std, weight, training, geometry: Geometry, 
         x.ravel()[:0] if out is None else out.ravel(), mean, inv_std, weight, partials,
         3 * x.nbytes > STREAMING_BYTES, numbers(*_extents(cut, geometry), *cut.arguments),
     )  # fmt: skip
-    sum_dy, sum_dy_xmu = np.empty(channels, mean.dtype), np.empty(channels, mean.dtype)
-    _finish_sums(partials, geometry.members, residual, sum_dy, sum_dy_xmu)
-    return sum_dy, sum_dy_xmu
+    sums = np.empty((2, channels), mean.dtype)
+    _finish_sums(partials, geometry.members, residual, sums[0], sums[1])
+    return sums
 
 
 def _backward_near(
-    fused, dy, x, mean, residual, inv_std, weight, geometry: Geometry, out, dweight, dbias
-):
-    """Gradients as `backward` has them, of what is `_fused`; flat ones, empty if not wanted."""
-    kernel, tasks, last = fused
+    call: _Call, dy, x, mean, residual, inv_std, weight, offset, geometry: Geometry, out,
+    dweight, dbias,
+):  # fmt: skip
+    """Gradients as `backward` has them; flat ones of the parameters, empty if not wanted."""
+    kernel, tasks, last, shape, rows, laid, together = call
     dtype, nbytes = mean.dtype, 3 * x.nbytes
-    channels = geometry.batch * geometry.group
-    # The sums over one sample are dbias and, but for a factor, dweight.
-    one = geometry.batch == 1 and dweight.dtype is dbias.dtype is dtype
-    sum_dy = dbias if one and dbias.size else np.empty(channels, dtype)
-    sum_dy_xmu = np.empty(channels, dtype)
-    run(
-        kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), mean, residual, inv_std, weight,
-        sum_dy, sum_dy_xmu, dweight if one else NONE[dtype], nbytes > STREAMING_BYTES, last,
-    )  # fmt: skip
-    if not one:
-        _add_up_samples(
-            sum_dy, sum_dy_xmu, inv_std, geometry.members, geometry.parameters, dweight, dbias
-        )
+    wanted = dweight.size + dbias.size > 0
+    if rows and not wanted:
+        shape = (*shape[:2], 0)
+    sums = np.empty(shape, dtype)
+    # By a kernel of its own: large ones need not be compiled for more than one type of these.
+    apart = wanted and not (together and dweight.dtype is dbias.dtype is dtype)
+    parameters = (NONE[dtype], NONE[dtype]) if apart else (dweight, dbias)
+    arrays = dy.ravel(), x.ravel(), out.ravel(), mean, residual, inv_std
+    streaming = nbytes > STREAMING_BYTES
+    done: Any = NotImplemented
+    board, me = hire(tasks, nbytes)
+    if not (laid or offset):
+        own = NONE[dtype] if weight is None else weight
+        done = kernel.entry(board, me, tasks, *arrays, own, sums, *parameters, streaming, last)
+    if done is NotImplemented:
+        if laid:
+            weight = row_parameter(weight, dtype, geometry, 1.0, offset)
+        else:
+            weight = parameter(weight, dtype, offset)
+        kernel(board, me, tasks, *arrays, weight, sums, *parameters, streaming, last)
+    if board:
+        dismiss()
+    if not apart:
+        return
+    if rows:
+        add_up(sums, geometry, dweight, dbias)
+    else:
+        _add_up_samples(sums, inv_std, geometry.members, geometry.parameters, dweight, dbias)
 
 
 def _backward_rows(
     dy, x, mean, residual, inv_std, weight, centered, geometry: Geometry, cut: Rows, out,
     dweight, dbias,
 ):  # fmt: skip
-    """Gradients as `backward` has them, of rows; flat dweight and dbias, empty if not wanted."""
+    """Gradients as `backward` has them, of rows that are read twice; `out` may be None."""
     statistics = mean, residual, inv_std
-    streaming = 3 * x.nbytes > STREAMING_BYTES
     extents = row_extents(geometry)
     _, number, length = extents
-    if cut.resident and out is not None:
-        kernel = short_backward(length, x.itemsize) or backward_rows
-        gradients = dweight.size + dbias.size > 0
-        partials = np.empty((cut.blocks, 2, number * length if gradients else 0), mean.dtype)
+    # A sum over all samples is the gradient itself, where that has the same type.
+    partials = np.empty((1, 2, number * length), mean.dtype)
+    of_weight, of_bias = (
+        wanted if wanted.size == room.size and wanted.dtype is room.dtype else room
+        for wanted, room in zip((dweight, dbias), partials[0], strict=True)
+    )
+    sums = np.empty((geometry.statistics, cut.pieces, 2))
+    run(
+        reduce_rows, number * cut.pieces, 2 * x.nbytes, dy.ravel(), x.ravel(),
+        *statistics, weight, sums, of_weight, of_bias, numbers(*extents, *cut.arguments),
+    )  # fmt: skip
+    if out is not None:
         run(
-            kernel, cut.resident_tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
-            *statistics, weight, centered, gradients, partials, streaming,
+            gradient_rows, cut.tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
+            *statistics, weight, sums, centered, 3 * x.nbytes > STREAMING_BYTES,
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
-    else:
-        # A sum over all samples is the gradient itself, where that has the same type.
-        partials = np.empty((1, 2, number * length), mean.dtype)
-        of_weight, of_bias = (
-            wanted if wanted.size == room.size and wanted.dtype is room.dtype else room
-            for wanted, room in zip((dweight, dbias), partials[0], strict=True)
-        )
-        sums = np.empty((geometry.statistics, cut.pieces, 2))
-        run(
-            reduce_rows, number * cut.pieces, 2 * x.nbytes, dy.ravel(), x.ravel(),
-            *statistics, weight, sums, of_weight, of_bias, numbers(*extents, *cut.arguments),
-        )  # fmt: skip
-        if out is not None:
-            run(
-                gradient_rows, cut.tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
-                *statistics, weight, sums, centered, streaming, numbers(*extents, *cut.arguments),
-            )  # fmt: skip
-        dweight, dbias = (
-            NONE[mean.dtype] if there is wanted else wanted
-            for there, wanted in ((of_weight, dweight), (of_bias, dbias))
-        )
+    dweight, dbias = (
+        NONE[mean.dtype] if there is wanted else wanted
+        for there, wanted in ((of_weight, dweight), (of_bias, dbias))
+    )
     if dweight.size + dbias.size > 0:
         add_up(partials, geometry, dweight, dbias)
 
@@ -939,7 +1001,8 @@ def reduce(dy, x, mean, residual, geometry: Geometry):
     """Sums of dy and of dy * (x - (mean + residual)) over every channel; residual may be None."""
     none = NONE[mean.dtype]
     residual = optional(residual, mean.dtype)
-    return _sums(dy, x, optional(mean, mean.dtype), residual, none, none, True, geometry)
+    sums = _sums(dy, x, optional(mean, mean.dtype), residual, none, none, True, geometry)
+    return sums[0], sums[1]
 
 
 def input_gradient(
@@ -988,11 +1051,11 @@ def backward(
     dbias = none if dbias is None else dbias.ravel()
     if training and out is not None:
         streaming = 3 * x.nbytes > STREAMING_BYTES
-        fused = _fused(geometry, x.itemsize, centered, get_num_threads(), streaming)
-        if fused is not None:
+        call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)
+        if call is not None:
             _backward_near(
-                fused, dy, x, mean, residual, inv_std, parameter(weight, dtype, weight_offset),
-                geometry, out, dweight, dbias,
+                call, dy, x, mean, residual, inv_std, weight, weight_offset, geometry, out,
+                dweight, dbias,
             )  # fmt: skip
             return
     cut = plan(geometry, x.itemsize, 2, centered)
@@ -1003,14 +1066,11 @@ def backward(
         )
         return
     weight = parameter(weight, dtype, weight_offset)
-    sum_dy, sum_dy_xmu = _sums(
+    sums = _sums(
         dy, x, mean, residual, inv_std, weight, training, geometry, None if training else out
     )
     if training and out is not None:
         input_gradient(
-            dy, x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, geometry.count,
-            geometry, out,
-        )  # fmt: skip
-    _add_up_samples(
-        sum_dy, sum_dy_xmu, inv_std, geometry.members, geometry.parameters, dweight, dbias
-    )
+            dy, x, mean, residual, inv_std, weight, sums[0], sums[1], geometry.count, geometry, out
+        )
+    _add_up_samples(sums, inv_std, geometry.members, geometry.parameters, dweight, dbias)

@@ -737,3 +737,10 @@ def are_dealt(array: np.ndarray) -> bool:
     Those of bfloat16 are.
     """
     return array.itemsize == 2 and array.dtype != _HALF
+
+
+@overload(are_dealt, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+def _are_dealt(array):
+    if array.dtype == _BFLOAT16:
+        return lambda array: True  # noqa: ARG005
+    return lambda array: False  # noqa: ARG005

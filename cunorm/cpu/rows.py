@@ -13,11 +13,14 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+from numba import njit
 
+from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
     LINE_ELEMENTS,
     accumulate,
+    are_dealt,
     as_accumulator,
     device_function,
     half_of,
@@ -35,6 +38,7 @@ from .statistics import (
     LOT_BYTES,
     PARAMETER_BYTES,
     chunk_moments,
+    lay_out,
     parameter,
     residual_times,
     save,
@@ -45,10 +49,14 @@ from .sums import sums_about
 from .tasks import last_task, next_task, shared_kernel
 
 __all__ = [
+    "ADDED_APART_BYTES",
     "add_up",
+    "add_up_near",
     "backward_rows",
     "coefficients",
     "gradient_rows",
+    "laid_out",
+    "lays_before",
     "normalize_rows",
     "reduce_rows",
     "row_extents",
@@ -81,6 +89,28 @@ def row_parameter(array, dtype, geometry: Geometry, absent, offset=0.0, dealt=Fa
     return parameter(array, dtype, offset, geometry.inner, dealt)
 
 
+def lays_before(geometry: Geometry, dtype: np.dtype) -> bool:
+    """Whether parameters for x of this dtype are so large that `row_parameter` lays them out.
+
+    Others the kernels do, every thread for itself.
+    """
+    size = geometry.group * geometry.inner
+    return size * statistics_dtype(dtype).itemsize >= PARAMETER_BYTES
+
+
+@njit(inline="always")
+def laid_out(x, values, absent, size, times, dealt):
+    """A parameter as `row_parameter` gives it, for a sample of this size; `times` 0: it is one."""
+    if times == 0 or (times == 1 and values.size > 0 and not dealt):
+        return values
+    laid = scratch(x, size)
+    if values.size > 0:
+        lay_out(values, 0.0, times, (size + 1) // 2 if dealt else 0, laid)
+    else:
+        laid[:] = absent
+    return laid
+
+
 # Rows longer than this are taken by twos in a backward pass.
 _SINGLE_LENGTH = 2048
 
@@ -92,8 +122,10 @@ _AHEAD_BYTES = 16 << 10
 _FOLLOWING_BYTES = 4 << 10
 _SLOW_BYTES = 5 << 9
 
-# Blocks of a row's gradients are added up for so many elements at a time, in a near cache.
+# Blocks of a row's gradients are added up for so many elements at a time, in a near cache; and
+#: if they are so many bytes, by a kernel of its own, in several threads.
 _ADDED_ELEMENTS = 1024
+ADDED_APART_BYTES = 256 << 10
 
 
 @device_function
@@ -146,13 +178,16 @@ def coefficients(x, row, mean, residual, inv_std):
 @shared_kernel
 def normalize_rows(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-    streaming, /, centered, batch, number, length, chunk_length, pieces, block, blocks,
+    streaming, /, centered, times, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g; `statistics` gets what `save` writes.
 
-    Weight and bias are `dealt`. Statistics of rows have no running ones: those are empty, and what
-    belongs to them unused.
+    Weight and bias are for so many elements each, one after another, or 0: `row_parameter` has
+    them, dealt. Statistics of rows have no running ones: those are empty, and what belongs to them
+    unused.
     """
+    weights = laid_out(x, weight, 1.0, number * length, times, are_dealt(x))
+    biases = laid_out(x, bias, 0.0, number * length, times, are_dealt(x))
     of_rows = (statistics[0], statistics[2], statistics[1])
     lot, row_bytes = together(x, length, LOT_BYTES), length * x.itemsize
     fetched = lot == 1 and row_bytes <= _AHEAD_BYTES
@@ -188,8 +223,8 @@ def normalize_rows(
             for i in range(row, row + rows * number, number):
                 start = i * length
                 _transform(
-                    x, y, start, start + length, i, of_rows, weight, bias, (g - i) * length,
-                    (weight.size + 1) // 2, streaming, ahead,
+                    x, y, start, start + length, i, of_rows, weights, biases, (g - i) * length,
+                    (weights.size + 1) // 2, streaming, ahead,
                 )  # fmt: skip
         task = next_task(board, me)
 
@@ -373,17 +408,50 @@ def _clear(dweight, dbias, length):
     dbias[:length] = 0.0
 
 
-@shared_kernel
+@device_function
+def _add_up_some(partials, k, inner, result, first, number, totals):
+    size = number * inner
+    totals[:size] = 0.0
+    for block in range(partials.shape[0]):
+        values = partials[block, k, first * inner :]
+        for i in range(size):
+            store(totals, i, load_scratch(totals, i) + np.float64(load(values, i)))
+    if inner == 1:  # vectorized
+        for i in range(number):
+            store(result, first + i, as_accumulator(result, load_scratch(totals, i)))
+        return
+    for i in range(number):
+        total = 0.0
+        for j in range(i * inner, (i + 1) * inner):
+            total = accumulate(total, load_scratch(totals, j))
+        store(result, first + i, as_accumulator(result, total))
+
+
+@njit(inline="always")
+def add_up_near(partials, inner, dweight, dbias):
+    """Gradients of the parameters from `partials`, as `add_up` has them; of one type."""
+    most = max(1, _ADDED_ELEMENTS // inner)
+    totals = np.empty(most * inner)
+    for k in range(2):
+        result = dweight if k == 0 else dbias
+        for first in range(0, result.size, most):
+            size = min(most, result.size - first)
+            _add_up_some(partials, k, inner, result, first, size, totals)
+
+
+@partial(shared_kernel, last=add_up_near)
 def backward_rows(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
-    streaming, /, batch, number, length, chunk_length, pieces, block, blocks,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, partials, dweight, dbias, streaming,
+    /, centered, inner, times, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g.
 
-    `partials[block]` gets the block's part of dweight and dbias, if `gradients` are wanted.
+    `partials[block]` gets the block's part of dweight and dbias, if there is room; see
+    `add_up_near`. The weight is as in `normalize_rows`, but never dealt.
     """
+    weights = laid_out(x, weight, 1.0, number * length, times, False)
     statistics = (mean, residual, inv_std)
-    dweight, dbias = scratch(x, length), scratch(x, length)
+    of_weight, of_bias = scratch(x, length), scratch(x, length)
     nothing = np.zeros(chunk_length, x.dtype)
     slow = x.itemsize == 2 and length * x.itemsize > _SLOW_BYTES
     ahead = _row_ahead(x, number, length) if streaming and slow else 0
@@ -392,7 +460,7 @@ def backward_rows(
         g = task % number
         first = task // number * block * number + g
         last = min(batch * number, first + block * number)
-        _clear(dweight, dbias, length)
+        _clear(of_weight, of_bias, length)
         for row in range(first, last, _step(length) * number):
             other = -1
             total, products, other_total, other_products = 0.0, 0.0, 0.0, 0.0
@@ -402,7 +470,7 @@ def backward_rows(
                     offset = piece * chunk_length
                     sums = _run_sums(
                         dy, x, row * length + offset, min(chunk_length, length - offset), numbers,
-                        weight, g * length + offset, dweight, dbias, offset,
+                        weights, g * length + offset, of_weight, of_bias, offset,
                     )  # fmt: skip
                     total += sums[0]
                     products += sums[1]
@@ -411,8 +479,8 @@ def backward_rows(
                 for offset in range(0, length, chunk_length):
                     size = min(chunk_length, length - offset)
                     pair_sums = _piece_sums(
-                        dy, x, row, other, g, length, offset, size, nothing, statistics, weight,
-                        dweight, dbias, offset,
+                        dy, x, row, other, g, length, offset, size, nothing, statistics, weights,
+                        of_weight, of_bias, offset,
                     )  # fmt: skip
                     total += pair_sums[0]
                     products += pair_sums[1]
@@ -422,13 +490,13 @@ def backward_rows(
             while this >= 0:  # a loop, so that the sweep is compiled once
                 _gradient(
                     dy, x, dx, this * length, (this + 1) * length, this, g, length, statistics,
-                    total, products, centered, weight, streaming, ahead,
+                    total, products, centered, weights, streaming, ahead,
                 )  # fmt: skip
                 this, other = other, -1
                 total, products = other_total, other_products
-        if gradients:
-            partials[task // number, 0, g * length : (g + 1) * length] = dweight
-            partials[task // number, 1, g * length : (g + 1) * length] = dbias
+        if partials.size:
+            partials[task // number, 0, g * length : (g + 1) * length] = of_weight
+            partials[task // number, 1, g * length : (g + 1) * length] = of_bias
         task = next_task(board, me)
 
 
@@ -499,25 +567,6 @@ def gradient_rows(
             length, statistics, total, products, centered, weight, streaming, 0,
         )  # fmt: skip
         task = last_task(board, me)
-
-
-@device_function
-def _add_up_some(partials, k, inner, result, first, number, totals):
-    size = number * inner
-    totals[:size] = 0.0
-    for block in range(partials.shape[0]):
-        values = partials[block, k, first * inner :]
-        for i in range(size):
-            store(totals, i, load_scratch(totals, i) + np.float64(load(values, i)))
-    if inner == 1:  # vectorized
-        for i in range(number):
-            store(result, first + i, as_accumulator(result, load_scratch(totals, i)))
-        return
-    for i in range(number):
-        total = 0.0
-        for j in range(i * inner, (i + 1) * inner):
-            total = accumulate(total, load_scratch(totals, j))
-        store(result, first + i, as_accumulator(result, total))
 
 
 @shared_kernel

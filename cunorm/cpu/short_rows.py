@@ -10,7 +10,7 @@ What a row becomes depends on the row alone, to the bit, and not on the rows aro
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numba import types
@@ -29,17 +29,18 @@ from .elements import (
     scratch,
     store,
 )
-from .rows import coefficients, slope_and_offset
+from .rows import add_up_near, coefficients, laid_out, slope_and_offset
 from .statistics import LOT_BYTES, corrected, moved_to_mean, pivot_at, save, together
 from .tasks import next_task, shared_kernel
 from .vectors import REGISTER_BYTES, WORD, Vectors
 
 __all__ = ["short_backward", "short_normalization"]
 
-# Short rows have no more vectors. In a backward pass they also have no more bytes: longer ones
-# from memory are quicker one by one. Measured on Zen 4.
-_MOST_VECTORS = 8
-_BACKWARD_BYTES = 256
+# Short rows have no more bytes when widened. In a backward pass, which has more to hold, they have
+# no more vectors, and no more bytes in memory: longer ones are quicker one by one. Measured on
+# Zen 3, whose vectors are half as long, and Zen 4.
+_MOST_BYTES = 512
+_BACKWARD_VECTORS, _BACKWARD_BYTES = 8, 256
 
 # Bytes of rows that are taken at a time in a backward pass.
 _BACKWARD_LOT = 1 << 10
@@ -239,9 +240,11 @@ def _normalization(lanes, vectors):
     @shared_kernel
     def normalize_short_rows(
         board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-        streaming, /, centered, batch, number, length, chunk_length, pieces, block, blocks,
+        streaming, /, centered, times, batch, number, length, chunk_length, pieces, block, blocks,
     ):  # fmt: skip
         """What `normalize_rows` does, with weight and bias in order."""
+        weights = laid_out(x, weight, 1.0, number * length, times, False)
+        biases = laid_out(x, bias, 0.0, number * length, times, False)
         of_rows = (statistics[0], statistics[2], statistics[1])
         lot, count = together(x, length, LOT_BYTES), np.float64(length)
         centers, sums, zero = scratch(x, lot), np.empty((2, lot)), as_accumulator(x, 0.0)
@@ -291,7 +294,7 @@ def _normalization(lanes, vectors):
                         fetch(x, (i + lot * number) * length, length)
                     mean, scale, shift = coefficients(x, i, *of_rows)
                     _transform(
-                        x, y, i * length, length, mean, scale, shift, weight, bias, g * length,
+                        x, y, i * length, length, mean, scale, shift, weights, biases, g * length,
                         streams, lanes, vectors,
                     )  # fmt: skip
             task = next_task(board, me)
@@ -302,17 +305,19 @@ def _normalization(lanes, vectors):
 def short_normalization(length: int, itemsize: int):
     """The kernel that does what `normalize_rows` does for rows of this length, if there is one."""
     lanes, vectors = _shape(length, itemsize)
-    return _normalization(lanes, vectors) if lanes > 1 and vectors <= _MOST_VECTORS else None
+    short = length * max(4, itemsize) <= _MOST_BYTES
+    return _normalization(lanes, vectors) if lanes > 1 and short else None
 
 
 @cache
 def _backward(lanes, vectors):
-    @shared_kernel
+    @partial(shared_kernel, last=add_up_near)
     def backward_short_rows(
-        board, me, dy, x, dx, mean, residual, inv_std, weight, centered, gradients, partials,
-        streaming, /, batch, number, length, chunk_length, pieces, block, blocks,
+        board, me, dy, x, dx, mean, residual, inv_std, weight, partials, dweight, dbias, streaming,
+        /, centered, inner, times, batch, number, length, chunk_length, pieces, block, blocks,
     ):  # fmt: skip
         """What `backward_rows` does."""
+        weights = laid_out(x, weight, 1.0, number * length, times, False)
         of_rows = (mean, residual, inv_std)
         lot, size = together(x, length, _BACKWARD_LOT), lanes * vectors
         of_parameters, numbers = scratch(x, 2 * size), scratch(x, (2, lot))
@@ -332,7 +337,7 @@ def _backward(lanes, vectors):
                     this = row + i * number
                     center, scale, shift = coefficients(x, this, *of_rows)
                     total, product = _sums(
-                        dy, x, this * length, length, center, scale, shift, weight, g * length,
+                        dy, x, this * length, length, center, scale, shift, weights, g * length,
                         of_parameters, lanes, vectors,
                     )  # fmt: skip
                     store(totals, i, np.float64(total))
@@ -349,10 +354,10 @@ def _backward(lanes, vectors):
                     center, scale, shift = coefficients(x, this, *of_rows)
                     _gradient(
                         dy, x, dx, this * length, length, center, scale, shift,
-                        load_scratch(slopes, i), load_scratch(offsets, i), weight, g * length,
+                        load_scratch(slopes, i), load_scratch(offsets, i), weights, g * length,
                         streams, lanes, vectors,
                     )  # fmt: skip
-            if gradients:
+            if partials.size:
                 for k in range(2):
                     whole, begin = size - lanes, k * size
                     result = partials[task // number, k, g * length : (g + 1) * length]
@@ -366,5 +371,5 @@ def _backward(lanes, vectors):
 def short_backward(length: int, itemsize: int):
     """The kernel that does what `backward_rows` does for rows of this length, if there is one."""
     lanes, vectors = _shape(length, itemsize)
-    short = vectors <= _MOST_VECTORS and length * itemsize <= _BACKWARD_BYTES
+    short = vectors <= _BACKWARD_VECTORS and length * itemsize <= _BACKWARD_BYTES
     return _backward(lanes, vectors) if lanes > 1 and short else None

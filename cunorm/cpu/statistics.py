@@ -106,8 +106,9 @@ def _value(values, i, offset, result):
     return value + as_accumulator(result, offset) if offset != 0.0 else value
 
 
-@kernel
-def _lay_out(values, offset, times, half, result):
+@strict_function
+def lay_out(values, offset, times, half, result):
+    """Every value plus an offset so many `times`, dealt in halves of a length, but for 0."""
     if times > 1:
         for i in range(values.size):
             value = _value(values, i, offset, result)
@@ -122,6 +123,9 @@ def _lay_out(values, offset, times, half, result):
     else:
         for i in range(values.size):
             store(result, i, _value(values, i, offset, result))
+
+
+_lay_out = kernel(lay_out.py_func)
 
 
 def optional(array, dtype):

@@ -481,38 +481,45 @@ def numbers(*values: int) -> Any:
     return np.array(values, np.int64)
 
 
-def shared_kernel(function: Any, first: Any = None) -> Any:
+def shared_kernel(function: Any, first: Any = None, last: Any = None) -> Any:
     """A kernel whose tasks threads share: ``function(board, me, ..., /, ...)`` takes them.
 
     Python calls it with ``(board, -threads, tasks, ...)``, where the board is the address of the
     first of `boards`; for one thread it may be 0. The parameters after the ``/`` are the numbers
-    of a plan, which it is given as one array, since that is faster to hand over. Before the tasks
-    the caller does what is to be done `first`: a device function of some of the other parameters.
+    of a plan, which it is given as one array, since that is faster to hand over. What is to be
+    done `first` the caller does before the tasks, and what `last` after them: compiled functions
+    of some of the other parameters.
     """
     code = function.__code__
     names = code.co_varnames[2 : code.co_argcount]
     given = code.co_posonlyargcount - 2 if code.co_posonlyargcount else len(names)
     inner = (*names[:given], *(f"numbers[{i}]" for i in range(len(names) - given)))
     outer = (*names[:given], *["numbers"][: len(names) - given])
-    body = njit(inline="always")(function)
-    scope = {"__name__": __name__, "body": body, "share": _share, "again": _again}
-    scope |= {"own_board": _own_board, "deal": _deal}
-    prepare = "pass"
-    if first is not None:
-        scope["first"] = first
-        prepare = f"first({', '.join(inspect.signature(first.py_func).parameters)})"
+    values = dict(zip(names, inner, strict=True))
+    scope = {"__name__": __name__, "share": _share, "again": _again}
+    scope |= {"own_board": _own_board, "deal": _deal, "body": njit(inline="always")(function)}
+    calls = {"first": "pass", "last": "pass"}
+    for name, called in (("first", first), ("last", last)):
+        if called is not None:
+            scope[name] = called
+            parameters = inspect.signature(called.py_func).parameters
+            arguments = (values[parameter] for parameter in parameters)
+            calls[name] = f"{name}({', '.join(arguments)})"
     exec(  # a function of *arguments takes longer to call
         f"def {function.__name__}(board, me, tasks, {', '.join(outer)}):\n"
-        "    if me < 0:\n"
-        f"        {prepare}\n"
+        "    caller = me < 0\n"
+        "    if caller:\n"
+        f"        {calls['first']}\n"
         "    if me < -1:\n"
         "        if share(board, -me, tasks, *again()):\n"  # only an allocation can fail
         "            raise MemoryError('no memory for the working arrays of a kernel')\n"
-        "        return\n"
-        "    if me < 0:\n"
-        "        board, me = own_board(), 0\n"
-        "        deal(board, 1, tasks)\n"
-        f"    body(board, me, {', '.join(inner)})\n",
+        "    else:\n"
+        "        if caller:\n"
+        "            board, me = own_board(), 0\n"
+        "            deal(board, 1, tasks)\n"
+        f"        body(board, me, {', '.join(inner)})\n"
+        "    if caller:\n"
+        f"        {calls['last']}\n",
         scope,
     )
     return kernel(scope[function.__name__], function)

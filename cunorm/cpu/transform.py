@@ -62,7 +62,14 @@ from .plan import (
     transform_plan,
 )
 from .pool import dismiss, hire, run
-from .rows import normalize_rows, row_extents, row_parameter, squares_rows, transform_rows
+from .rows import (
+    lays_before,
+    normalize_rows,
+    row_extents,
+    row_parameter,
+    squares_rows,
+    transform_rows,
+)
 from .short_rows import short_normalization
 from .statistics import (
     NONE,
@@ -446,7 +453,7 @@ class _Call(NamedTuple):
     dtype: np.dtype  # accumulator type
     nbytes: int  # of x and the output
     kernel: Any = None
-    rows: bool = False  # whether it takes parameters as rows do
+    laid: bool = False  # whether it takes parameters as `row_parameter` gives them
     tasks: int = 0
     numbers: Any = None
     # Whether to try the kernel's entry on the arguments as they are, and to look for what has to be
@@ -454,10 +461,10 @@ class _Call(NamedTuple):
     plain: bool = False
 
 
-def _with_kernel(call: _Call, kernel: Any, rows: bool, tasks: int, arguments: Any) -> _Call:
+def _with_kernel(call: _Call, kernel: Any, laid: bool, tasks: int, arguments: Any) -> _Call:
     """The call, with its kernel and what that is given last."""
     return call._replace(
-        kernel=kernel, rows=rows, tasks=tasks, numbers=numbers(*arguments), plain=not rows
+        kernel=kernel, laid=laid, tasks=tasks, numbers=numbers(*arguments), plain=not laid
     )
 
 
@@ -497,13 +504,15 @@ def _fused(
     """To normalize whole statistics while they are near; no kernel if that is not to be."""
     apart = _call(geometry, dtype, 6)  # the last two are for `_take_coefficients`
     cut = plan(geometry, dtype.itemsize, 1, centered)
+    laid = False
     if isinstance(cut, Rows):
         if not cut.resident:
             return apart
         extents = row_extents(geometry)
         kernel = short_normalization(extents[2], dtype.itemsize) or normalize_rows
         tasks = cut.resident_tasks
-        arguments = (centered, *extents, *cut.arguments)
+        laid = lays_before(geometry, dtype)
+        arguments = (centered, 0 if laid else geometry.inner, *extents, *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
         runs = by_runs(geometry, dtype.itemsize, merged, streaming)
@@ -514,13 +523,13 @@ def _fused(
         if isinstance(merged, Columns):
             arguments = (*arguments, runs)
     call = _call(geometry, dtype, 4)
-    return _with_kernel(call, kernel, isinstance(cut, Rows), tasks, arguments)
+    return _with_kernel(call, kernel, laid, tasks, arguments)
 
 
 def _parameters(call: _Call, x, weight, bias, geometry: Geometry):
     """Weight and bias as a call's kernel takes them."""
     dtype = call.dtype
-    if call.rows:
+    if call.laid:
         dealt = call.kernel is normalize_rows and are_dealt(x)
         return (
             row_parameter(weight, dtype, geometry, 1.0, 0.0, dealt),

@@ -16,7 +16,7 @@ from ..geometry import Geometry
 
 __all__ = ["Layout"]
 
-_ndarray = np.ndarray  # found sooner
+_ndarray, _empty_like = np.ndarray, np.empty_like  # found sooner
 
 
 class Layout(NamedTuple):
@@ -171,8 +171,8 @@ def forward(
 def empty_like_usual(x: Any) -> Any:
     """A new array like a C-contiguous one that has a usual backend, made quickly."""
     kind = type(x)
-    if kind is _ndarray and x.nbytes >= cpu_memory.LARGE_BYTES:
-        return cpu_memory.empty_like(x)
+    if kind is _ndarray:
+        return cpu_memory.empty_like(x) if x.nbytes >= cpu_memory.LARGE_BYTES else _empty_like(x)
     return kind(x.shape, x.dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,9 +104,7 @@ def group_norm_forward(
 
     def known_of(x: Any) -> tuple[Layout, float]:
         layout = group_layout(x, channel_axis, num_groups)
-        if x.size > 0:
-            count = x.size // prod(layout.statistics_shape)
-            checks.several_values_a_group(count, x.shape, num_groups)
+        checks.several_values_a_group(x.size, x.shape, num_groups)
         return layout, checks.not_negative("eps", eps)
 
     y, (mean, inv_std, residual), layout, (shape, bias_dtype) = forward(
