@@ -5,8 +5,8 @@ import pytest
 from cases import DTYPES, check, group, layer, operands, rms
 
 from cunorm import get_num_threads
-from cunorm.cpu import short_rows, transform
-from cunorm.geometry import row_norm_geometry
+from cunorm.cpu import backward, short_rows, transform
+from cunorm.geometry import group_norm_geometry, row_norm_geometry
 
 pytestmark = pytest.mark.cpu
 
@@ -21,10 +21,14 @@ def registers(monkeypatch):
 
     def have(size):
         monkeypatch.setattr(short_rows, "REGISTER_BYTES", size)
+        forget()
+
+    def forget():
         transform._fused.cache_clear()
+        backward._fused.cache_clear()
 
     yield have
-    transform._fused.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
@@ -37,11 +41,10 @@ def test_reference_and_in_place(rng, registers, size, length, dtype):
     if dtype.itemsize == 8 and length > 64:
         pytest.skip("more than 512 bytes")
     registers(size)
-    call = transform._fused(
-        row_norm_geometry((37, length), 1), dtype, True, get_num_threads(), False
-    )
-    assert call.kernel is short_rows.short_normalization(length, dtype.itemsize)
-    short = short_rows.short_backward(length, dtype.itemsize) is not None
+    geometry = row_norm_geometry((37, length), 1)
+    call = transform._fused(geometry, dtype, True, get_num_threads(), False)
+    assert call.kernel is short_rows.short_normalization(geometry, dtype.itemsize)
+    short = short_rows.short_backward(geometry, dtype.itemsize) is not None
     vectors = -(-length * max(4, dtype.itemsize) // size)
     assert short == (vectors <= 8 and length * dtype.itemsize <= 256)
     for case, shape in (
@@ -57,6 +60,46 @@ def test_reference_and_in_place(rng, registers, size, length, dtype):
         own[...] = x
         case.forward(own, weight, bias, out=own)
         np.testing.assert_array_equal(own, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    ("size", "shape", "groups"),  # pieces of whole vectors, of one and a part, of narrow ones
+    [
+        (64, (37, 4, 64), 4),
+        (64, (37, 2, 2, 44), 2),
+        (64, (37, 3, 21), 3),
+        (64, (37, 6, 32), 16),  # the most, as the next
+        (64, (300, 16, 16), 2),
+        (32, (37, 2, 32), 2),
+    ],
+)
+def test_pieces(rng, registers, size, shape, groups, dtype):
+    """Groups of channels that come last; without dx their sums have the same bits."""
+    registers(size)
+    case, dtype = group(groups, axis=-1), np.dtype(dtype)
+    geometry = group_norm_geometry(shape, len(shape) - 1, groups)
+    kernels = (
+        (transform, short_rows.short_normalization), (backward, short_rows.short_backward)
+    )  # fmt: skip
+    for module, kernel in kernels:
+        call = module._fused(geometry, dtype, True, get_num_threads(), False)
+        assert call.kernel is kernel(geometry, dtype.itemsize)
+        assert kernel(geometry._replace(outer=17), dtype.itemsize) is None
+        assert kernel(geometry.apart(), dtype.itemsize) is None
+    x, dy, weight, bias = operands(rng, case, shape, dtype)
+    y, saved, dx, dweight, dbias = check(case, x, dy, weight, bias)
+    nothing, *sums = case.backward(dy, x, saved, weight, output_mask=(False, True, True))
+    assert nothing is None
+    for found, expected in zip(sums, (dweight, dbias), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    gradient = dy.copy()
+    case.backward(gradient, x, saved, weight, out=gradient)
+    np.testing.assert_array_equal(gradient, dx)
+    alone = case.forward(x[3:4], weight, bias)[0]
+    np.testing.assert_array_equal(alone, y[3:4])
+    case.forward(x, weight, bias, out=x)
+    np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: np.dtype(d).name)

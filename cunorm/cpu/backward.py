@@ -50,6 +50,7 @@ from .elements import (
     write_rows,
     write_run,
 )
+from .memory import empty_like
 from .pieces import (
     block_runs,
     column_runs,
@@ -74,6 +75,7 @@ from .plan import (
     by_runs,
     gradient_plan,
     plan,
+    rows_plan,
     stays_near,
     stretches,
     sweeps_apart,
@@ -873,12 +875,15 @@ def _fused(
 ) -> _Call | None:
     """To compute dx while x and dy are near; None if that is not to be."""
     cut = plan(geometry, dtype.itemsize, 2, centered)
+    short = short_backward(geometry, dtype.itemsize)
+    if short and geometry.outer > 1:
+        cut = rows_plan(geometry, dtype.itemsize, 2)
     if isinstance(cut, Rows):
         if not cut.resident:
             return None
         extents = row_extents(geometry)
         _, number, length = extents
-        kernel = short_backward(length, dtype.itemsize) or backward_rows
+        kernel = short or backward_rows
         sums: tuple[int, ...] = (cut.blocks, 2, number * length)
         laid, inner = lays_before(geometry, dtype), geometry.inner
         arguments = (centered, inner, 0 if laid else inner, *extents, *cut.arguments)
@@ -1049,7 +1054,10 @@ def backward(
     residual = optional(residual, dtype)
     dweight = none if dweight is None else dweight.ravel()
     dbias = none if dbias is None else dbias.ravel()
-    if training and out is not None:
+    apart = geometry.outer > 1 and short_backward(geometry, x.itemsize) is not None
+    if training and (out is not None or apart):
+        if out is None:  # the sums of rows in pieces are a part of the same kernel
+            out = empty_like(x)
         streaming = 3 * x.nbytes > STREAMING_BYTES
         call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)
         if call is not None:

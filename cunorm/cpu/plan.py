@@ -253,14 +253,14 @@ def _pieces(length: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
-    """Plan for contiguous statistics, with parameters of their elements' own."""
-    batch, _, group, inner, members, _ = geometry
+    """Plan for contiguous statistics, or short ones in pieces, with parameters of elements' own."""
+    batch, outer, group, inner, members, _ = geometry
     length = members * inner
     pieces, chunk_length = _pieces(length)
     number = group // members
-    row_bytes = length * itemsize
-    sums_bytes = 2 * max(4, itemsize)  # two in the accumulator type for an element of a row
-    fitting = batch * itemsize // (sums_bytes * _BLOCK_SHARE)
+    row_bytes = outer * length * itemsize
+    sums_bytes = 2 * max(4, itemsize)  # two in the accumulator type for an element of a piece
+    fitting = batch * outer * itemsize // (sums_bytes * _BLOCK_SHARE)
     blocks = min(_MOST_BLOCKS, max(_ceil_div(_LEAST_BLOCK_TASKS, number), fitting))
     blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
     block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)

@@ -1,9 +1,10 @@
 """Kernels for rows of a few vectors, which registers hold.
 
 A loop over a row as short as that costs more to begin and to end than in between. Here a kernel is
-compiled for so many vectors of so many lanes; the last of them ends where the row does. Rows are
-taken in lots: what is done once for a row, divisions and a square root that wait for each other,
-is done for all of a lot side by side, between two sweeps over it.
+compiled for so many pieces, which lie apart (one, but for channels that come last), of so many
+vectors of so many lanes; the last of them ends where the piece does. Rows are taken in lots: what
+is done once for a row, divisions and a square root that wait for each other, is done for all of a
+lot side by side, between two sweeps over it.
 
 What a row becomes depends on the row alone, to the bit, and not on the rows around it.
 """
@@ -16,6 +17,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from ..geometry import Geometry
 from .elements import (
     accumulator,
     as_accumulator,
@@ -42,36 +44,63 @@ __all__ = ["short_backward", "short_normalization"]
 _MOST_BYTES = 512
 _BACKWARD_VECTORS, _BACKWARD_BYTES = 8, 256
 
+# In pieces that lie apart, which are slow otherwise, no more vectors, and fewer of few lanes.
+_MOST_APART, _MOST_A_LANE = 16, 3
+
 # Bytes of rows that are taken at a time in a backward pass.
 _BACKWARD_LOT = 1 << 10
 
 
-def _shape(length: int, itemsize: int) -> tuple[int, int]:
-    """(lanes, vectors) of a row."""
+def _shape(geometry: Geometry, itemsize: int) -> tuple[int, int, int]:
+    """(lanes, vectors of a piece, pieces) of a row."""
+    length = geometry.members * geometry.inner
     lanes = REGISTER_BYTES // max(4, itemsize)
     while lanes > length:
         lanes //= 2
-    return lanes, -(-length // lanes)
+    return lanes, -(-length // lanes), geometry.outer
+
+
+def _are_short_pieces(geometry: Geometry, lanes: int, vectors: int) -> bool:
+    """Whether rows in pieces are short; those of single channels are not for kernels of rows."""
+    most = min(_MOST_APART, _MOST_A_LANE * lanes)
+    return geometry.members > 1 and geometry.outer * vectors <= most
 
 
 class _Row(Vectors):
     """Writes what is done with a row."""
 
-    def __init__(self, context, builder, lanes, vectors, length, number):
-        super().__init__(builder, number, lanes.literal_value)
+    def __init__(self, context, builder, shape, length, stride, number):
+        lanes, vectors, self.outer = (literal.literal_value for literal in shape)
+        super().__init__(builder, number, lanes)
         self.context = context
-        whole, lanes = vectors.literal_value - 1, self.lanes
-        self.offsets = [WORD(lanes * i) for i in range(whole)]
-        self.offsets.append(builder.sub(length, WORD(lanes)))
-        self.common = builder.sub(WORD(lanes * (whole + 1)), length)  # lanes of the last two
+        self.of_piece = [WORD(lanes * i) for i in range(vectors - 1)]
+        self.of_piece.append(builder.sub(length, WORD(lanes)))
+        self.common = builder.sub(WORD(lanes * vectors), length)  # lanes of the last two
+        places = [builder.mul(stride, WORD(piece)) for piece in range(self.outer)]
+        self.offsets = [builder.add(place, offset) for place in places for offset in self.of_piece]
+
+    def _read(self, kind, array, start, offsets, before):
+        builder = self.builder
+        return [
+            read(self.context, builder, kind, array, builder.add(start, offset), self.lanes, before)
+            for offset in offsets
+        ]
 
     def read(self, kind, array, start, before=False):
         """The elements from `start` on."""
-        builder, lanes = self.builder, self.lanes
-        return [
-            read(self.context, builder, kind, array, builder.add(start, offset), lanes, before)
-            for offset in self.offsets
-        ]
+        return self._read(kind, array, start, self.offsets, before)
+
+    def parameters(self, kind, array, start):
+        """Those that begin at `start`, which the pieces share, for every piece."""
+        return self._read(kind, array, start, self.of_piece, False) * self.outer
+
+    def over_pieces(self, vectors):
+        """Sums of the pieces' vectors."""
+        number = len(self.of_piece)
+        total = vectors[:number]
+        for first in range(number, len(vectors), number):
+            total = self.plus(total, vectors[first : first + number])
+        return total
 
     def write(self, kind, array, start, vectors, streaming):
         """Write the elements from `start` on, past the caches or not."""
@@ -109,7 +138,7 @@ class _Row(Vectors):
 
     def sum(self, vectors, factor=None):
         """Sum over the row, times a factor, if there is one, that sums over lanes have already."""
-        *vectors, last = vectors
+        *vectors, last = self.over_pieces(vectors)
         vectors += self.without_first([last], self.common)
         while len(vectors) > 1:  # by pairs
             odd = vectors[len(vectors) // 2 * 2 :]
@@ -120,112 +149,115 @@ class _Row(Vectors):
 
 
 @intrinsic(prefer_literal=True)
-def _deviation(typing_context, x, start, length, center, reciprocal, lanes, vectors):
+def _deviation(typing_context, x, start, length, stride, center, reciprocal, lanes, vectors, outer):
     """Mean of x - center over a row, given 1 / length; of large numbers the sum might overflow."""
 
     def generate(context, builder, signature, arguments):
-        data, start, length, center, reciprocal = arguments[:5]
-        row = _Row(context, builder, lanes, vectors, length, center.type)
+        data, start, length, stride, center, reciprocal = arguments[:6]
+        row = _Row(context, builder, shape, length, stride, center.type)
         return row.sum(row.less(row.read(x, data, start), row.splat(center)), reciprocal)
 
-    number = accumulator(x.dtype)
-    return number(x, types.intp, types.intp, number, number, lanes, vectors), generate
+    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
+    return number(x, types.intp, types.intp, types.intp, number, number, *shape), generate
 
 
 @intrinsic(prefer_literal=True)
-def _sums_about(typing_context, x, start, length, center, lanes, vectors):
+def _sums_about(typing_context, x, start, length, stride, center, lanes, vectors, outer):
     """Sums of x - center and of its square over a row."""
 
     def generate(context, builder, signature, arguments):
-        data, start, length, center = arguments[:4]
-        row = _Row(context, builder, lanes, vectors, length, center.type)
+        data, start, length, stride, center = arguments[:5]
+        row = _Row(context, builder, shape, length, stride, center.type)
         deviations = row.less(row.read(x, data, start), row.splat(center))
         sums = row.sum(deviations), row.sum(row.times(deviations, deviations))
         return context.make_tuple(builder, signature.return_type, sums)
 
-    number = accumulator(x.dtype)
+    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
     result = types.UniTuple(number, 2)
-    return result(x, types.intp, types.intp, number, lanes, vectors), generate
+    return result(x, types.intp, types.intp, types.intp, number, *shape), generate
 
 
 @intrinsic(prefer_literal=True)
 def _transform(
-    typing_context, x, y, start, length, mean, scale, shift, weight, bias, to_weight, streaming,
-    lanes, vectors,
+    typing_context, x, y, start, length, stride, mean, scale, shift, weight, bias, to_weight,
+    streaming, lanes, vectors, outer,
 ):  # fmt: skip
     """Transform of a row; its parameters begin at `to_weight`."""
 
     def generate(context, builder, signature, arguments):
-        of_x, of_y, start, length, *numbers, of_weight, of_bias, first, streaming = arguments[:11]
-        row = _Row(context, builder, lanes, vectors, length, numbers[0].type)
+        of_x, of_y, start, length, stride, *numbers, of_weight, of_bias, first = arguments[:11]
+        row = _Row(context, builder, shape, length, stride, numbers[0].type)
         # Before y is written, which may be x: the last vectors have elements in common.
         normalized = row.normalized(row.read(x, of_x, start, before=True), *numbers)
-        scaled = row.times(normalized, row.read(weight, of_weight, first))
-        row.write(y, of_y, start, row.plus(scaled, row.read(bias, of_bias, first)), streaming)
+        scaled = row.times(normalized, row.parameters(weight, of_weight, first))
+        result = row.plus(scaled, row.parameters(bias, of_bias, first))
+        row.write(y, of_y, start, result, arguments[11])
         return context.get_dummy_value()
 
-    number = accumulator(x.dtype)
+    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
     return types.void(
-        x, y, types.intp, types.intp, number, number, number, weight, bias, types.intp,
-        types.boolean, lanes, vectors,
+        x, y, types.intp, types.intp, types.intp, number, number, number, weight, bias, types.intp,
+        types.boolean, *shape,
     ), generate  # fmt: skip
 
 
 @intrinsic(prefer_literal=True)
 def _sums(
-    typing_context, dy, x, start, length, mean, scale, shift, weight, to_weight, gradients,
-    lanes, vectors,
+    typing_context, dy, x, start, length, stride, mean, scale, shift, weight, to_weight, gradients,
+    lanes, vectors, outer,
 ):  # fmt: skip
     """Sums of dy * weight and dy * weight * v over a row, where v is x normalized.
 
-    Adds dy * v to the `gradients`, vector by vector, and dy to those that follow.
+    Adds dy * v to the `gradients`, vector by vector of a piece, and dy to those that follow.
     """
 
     def generate(context, builder, signature, arguments):
-        of_dy, of_x, start, length, *numbers, of_weight, first, sums = arguments[:10]
-        row = _Row(context, builder, lanes, vectors, length, numbers[0].type)
-        gradient = row.read(dy, of_dy, start)
-        product = row.times(gradient, row.normalized(row.read(x, of_x, start), *numbers))
+        of_dy, of_x, start, length, stride, *numbers, of_weight, first, sums = arguments[:11]
+        row = _Row(context, builder, shape, length, stride, numbers[0].type)
+        elements = row.read(dy, of_dy, start)
+        normalized = row.normalized(row.read(x, of_x, start), *numbers)
+        gradient = row.over_pieces(elements)
+        product = row.over_pieces(row.times(elements, normalized))
         terms = product + gradient
         places = [WORD(row.lanes * i) for i in range(len(terms))]
         for place, term in zip(places, terms, strict=True):
             so_far = read_back(context, builder, gradients, sums, place, row.lanes)
             put(context, builder, gradients, sums, place, builder.fadd(so_far, term), False)
-        factors = row.read(weight, of_weight, first)
+        factors = row.parameters(weight, of_weight, first)[: len(gradient)]
         totals = (row.sum(row.times(one, factors)) for one in (gradient, product))
         return context.make_tuple(builder, signature.return_type, list(totals))
 
-    number = accumulator(x.dtype)
+    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
     return types.UniTuple(number, 2)(
-        dy, x, types.intp, types.intp, number, number, number, weight, types.intp, gradients,
-        lanes, vectors,
+        dy, x, types.intp, types.intp, types.intp, number, number, number, weight, types.intp,
+        gradients, *shape,
     ), generate  # fmt: skip
 
 
 @intrinsic(prefer_literal=True)
 def _gradient(
-    typing_context, dy, x, dx, start, length, mean, scale, shift, slope, offset, weight, to_weight,
-    streaming, lanes, vectors,
+    typing_context, dy, x, dx, start, length, stride, mean, scale, shift, slope, offset, weight,
+    to_weight, streaming, lanes, vectors, outer,
 ):  # fmt: skip
     """Dx of a row with the given slope and offset; its weights begin at `to_weight`."""
 
     def generate(context, builder, signature, arguments):
-        of_dy, of_x, of_dx, start, length, mean, scale, shift = arguments[:8]
-        slope, offset, of_weight, first, streaming = arguments[8:13]
-        row = _Row(context, builder, lanes, vectors, length, mean.type)
+        of_dy, of_x, of_dx, start, length, stride, mean, scale, shift = arguments[:9]
+        slope, offset, of_weight, first, streaming = arguments[9:14]
+        row = _Row(context, builder, shape, length, stride, mean.type)
         # Before dx is written, as in `_transform`.
         gradient = row.read(dy, of_dy, start, before=True)
         normalized = row.normalized(row.read(x, of_x, start, before=True), mean, scale, shift)
-        factors = row.times(row.read(weight, of_weight, first), row.splat(scale))
+        factors = row.times(row.parameters(weight, of_weight, first), row.splat(scale))
         of_row = row.plus(row.times(normalized, row.splat(slope)), row.splat(offset))
         result = row.plus(row.times(gradient, factors), of_row)
         row.write(dx, of_dx, start, result, streaming)
         return context.get_dummy_value()
 
-    number = accumulator(x.dtype)
+    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
     return types.void(
-        dy, x, dx, types.intp, types.intp, number, number, number, number, number, weight,
-        types.intp, types.boolean, lanes, vectors,
+        dy, x, dx, types.intp, types.intp, types.intp, number, number, number, number, number,
+        weight, types.intp, types.boolean, *shape,
     ), generate  # fmt: skip
 
 
@@ -236,7 +268,7 @@ def _streams(y, length, streaming):
 
 
 @cache
-def _normalization(lanes, vectors):
+def _normalization(lanes, vectors, outer):
     @shared_kernel
     def normalize_short_rows(
         board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
@@ -246,7 +278,8 @@ def _normalization(lanes, vectors):
         weights = laid_out(x, weight, 1.0, number * length, times, False)
         biases = laid_out(x, bias, 0.0, number * length, times, False)
         of_rows = (statistics[0], statistics[2], statistics[1])
-        lot, count = together(x, length, LOT_BYTES), np.float64(length)
+        size, stride = outer * length, number * length
+        lot, count = together(x, size, LOT_BYTES), np.float64(size)
         centers, sums, zero = scratch(x, lot), np.empty((2, lot)), as_accumulator(x, 0.0)
         totals, squares = sums[0], sums[1]
         reciprocal = as_accumulator(x, 1.0 / count)
@@ -257,21 +290,25 @@ def _normalization(lanes, vectors):
             last = min(batch, (task // number + 1) * block)
             for first in range(task // number * block, last, lot):
                 rows = min(lot, last - first)
-                row = first * number + g
+                row, begin = first * number + g, first * outer * stride + g * length
                 if centered:
                     for i in range(rows):
-                        start = (row + i * number) * length
+                        start = begin + i * outer * stride
                         center = pivot_at(x, start)
-                        off = _deviation(x, start, length, center, reciprocal, lanes, vectors)
+                        off = _deviation(
+                            x, start, length, stride, center, reciprocal, lanes, vectors, outer
+                        )
                         store(centers, i, center)
                         store(totals, i, np.float64(off))
                     for i in range(rows):
                         center, off = load_scratch(centers, i), load_scratch(totals, i)
                         store(centers, i, moved_to_mean(x, center, off, 1.0))
                     for i in range(rows):
-                        start = (row + i * number) * length
+                        start = begin + i * outer * stride
                         center = load_scratch(centers, i)
-                        total, square = _sums_about(x, start, length, center, lanes, vectors)
+                        total, square = _sums_about(
+                            x, start, length, stride, center, lanes, vectors, outer
+                        )
                         store(totals, i, np.float64(total))
                         store(squares, i, np.float64(square))
                     for i in range(rows):
@@ -282,35 +319,43 @@ def _normalization(lanes, vectors):
                         save(statistics, row + i * number, count, mean, m2, eps)
                 else:
                     for i in range(rows):
-                        start = (row + i * number) * length
-                        square = _sums_about(x, start, length, zero, lanes, vectors)[1]
-                        store(squares, i, np.float64(square))
+                        start = begin + i * outer * stride
+                        sums_of = _sums_about(x, start, length, stride, zero, lanes, vectors, outer)
+                        store(squares, i, np.float64(sums_of[1]))
                     for i in range(rows):
                         save(
                             statistics, row + i * number, count, 0.0, load_scratch(squares, i), eps
                         )
-                for i in range(row, row + rows * number, number):
+                for i in range(rows):
+                    start = begin + i * outer * stride
                     if streaming:
-                        fetch(x, (i + lot * number) * length, length)
-                    mean, scale, shift = coefficients(x, i, *of_rows)
+                        for piece in range(outer):
+                            fetch(x, start + (lot * outer + piece) * stride, length)
+                    mean, scale, shift = coefficients(x, row + i * number, *of_rows)
                     _transform(
-                        x, y, i * length, length, mean, scale, shift, weights, biases, g * length,
-                        streams, lanes, vectors,
+                        x, y, start, length, stride, mean, scale, shift, weights, biases,
+                        g * length, streams, lanes, vectors, outer,
                     )  # fmt: skip
             task = next_task(board, me)
 
     return normalize_short_rows
 
 
-def short_normalization(length: int, itemsize: int):
-    """The kernel that does what `normalize_rows` does for rows of this length, if there is one."""
-    lanes, vectors = _shape(length, itemsize)
-    short = length * max(4, itemsize) <= _MOST_BYTES
-    return _normalization(lanes, vectors) if lanes > 1 and short else None
+def short_normalization(geometry: Geometry, itemsize: int):
+    """The kernel that does what `normalize_rows` does for rows as short as these, if there is one.
+
+    Their pieces may lie apart, which those of `normalize_rows` do not.
+    """
+    lanes, vectors, outer = _shape(geometry, itemsize)
+    if outer > 1:
+        short = _are_short_pieces(geometry, lanes, vectors)
+    else:
+        short = geometry.members * geometry.inner * max(4, itemsize) <= _MOST_BYTES
+    return _normalization(lanes, vectors, outer) if lanes > 1 and short else None
 
 
 @cache
-def _backward(lanes, vectors):
+def _backward(lanes, vectors, outer):
     @partial(shared_kernel, last=add_up_near)
     def backward_short_rows(
         board, me, dy, x, dx, mean, residual, inv_std, weight, partials, dweight, dbias, streaming,
@@ -319,7 +364,8 @@ def _backward(lanes, vectors):
         """What `backward_rows` does."""
         weights = laid_out(x, weight, 1.0, number * length, times, False)
         of_rows = (mean, residual, inv_std)
-        lot, size = together(x, length, _BACKWARD_LOT), lanes * vectors
+        count, stride = outer * length, number * length
+        lot, size = together(x, count, _BACKWARD_LOT), lanes * vectors
         of_parameters, numbers = scratch(x, 2 * size), scratch(x, (2, lot))
         slopes, offsets = numbers[0], numbers[1]
         sums = np.empty((2, lot))
@@ -332,44 +378,49 @@ def _backward(lanes, vectors):
             of_parameters[:] = 0.0
             for first in range(task // number * block, last, lot):
                 rows = min(lot, last - first)
-                row = first * number + g
+                row, begin = first * number + g, first * outer * stride + g * length
                 for i in range(rows):
-                    this = row + i * number
-                    center, scale, shift = coefficients(x, this, *of_rows)
+                    center, scale, shift = coefficients(x, row + i * number, *of_rows)
                     total, product = _sums(
-                        dy, x, this * length, length, center, scale, shift, weights, g * length,
-                        of_parameters, lanes, vectors,
+                        dy, x, begin + i * outer * stride, length, stride, center, scale, shift,
+                        weights, g * length, of_parameters, lanes, vectors, outer,
                     )  # fmt: skip
                     store(totals, i, np.float64(total))
                     store(products, i, np.float64(product))
                 for i in range(rows):
                     slope, offset = slope_and_offset(
                         x, row + i * number, inv_std, load_scratch(totals, i),
-                        load_scratch(products, i), length, centered,
+                        load_scratch(products, i), count, centered,
                     )  # fmt: skip
                     store(slopes, i, slope)
                     store(offsets, i, offset)
                 for i in range(rows):
-                    this = row + i * number
-                    center, scale, shift = coefficients(x, this, *of_rows)
+                    center, scale, shift = coefficients(x, row + i * number, *of_rows)
                     _gradient(
-                        dy, x, dx, this * length, length, center, scale, shift,
+                        dy, x, dx, begin + i * outer * stride, length, stride, center, scale, shift,
                         load_scratch(slopes, i), load_scratch(offsets, i), weights, g * length,
-                        streams, lanes, vectors,
+                        streams, lanes, vectors, outer,
                     )  # fmt: skip
             if partials.size:
                 for k in range(2):
-                    whole, begin = size - lanes, k * size
+                    whole, end = size - lanes, (k + 1) * size
                     result = partials[task // number, k, g * length : (g + 1) * length]
-                    result[:whole] = of_parameters[begin : begin + whole]
-                    result[whole:] = of_parameters[begin + size - (length - whole) : begin + size]
+                    result[:whole] = of_parameters[end - size : end - lanes]
+                    result[whole:] = of_parameters[end - (length - whole) : end]
             task = next_task(board, me)
 
     return backward_short_rows
 
 
-def short_backward(length: int, itemsize: int):
-    """The kernel that does what `backward_rows` does for rows of this length, if there is one."""
-    lanes, vectors = _shape(length, itemsize)
-    short = vectors <= _BACKWARD_VECTORS and length * itemsize <= _BACKWARD_BYTES
-    return _backward(lanes, vectors) if lanes > 1 and short else None
+def short_backward(geometry: Geometry, itemsize: int):
+    """The kernel that does what `backward_rows` does for rows as short as these, if there is one.
+
+    As in `short_normalization`.
+    """
+    lanes, vectors, outer = _shape(geometry, itemsize)
+    if outer > 1:
+        short = _are_short_pieces(geometry, lanes, vectors)
+    else:
+        near = geometry.members * geometry.inner * itemsize <= _BACKWARD_BYTES
+        short = near and vectors <= _BACKWARD_VECTORS
+    return _backward(lanes, vectors, outer) if lanes > 1 and short else None

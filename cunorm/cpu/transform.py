@@ -55,6 +55,7 @@ from .plan import (
     Segments,
     by_runs,
     plan,
+    rows_plan,
     statistics_plan,
     stays_near,
     stretches,
@@ -504,15 +505,17 @@ def _fused(
     """To normalize whole statistics while they are near; no kernel if that is not to be."""
     apart = _call(geometry, dtype, 6)  # the last two are for `_take_coefficients`
     cut = plan(geometry, dtype.itemsize, 1, centered)
+    short = short_normalization(geometry, dtype.itemsize)
+    if short and geometry.outer > 1:
+        cut = rows_plan(geometry, dtype.itemsize, 1)
     laid = False
     if isinstance(cut, Rows):
         if not cut.resident:
             return apart
-        extents = row_extents(geometry)
-        kernel = short_normalization(extents[2], dtype.itemsize) or normalize_rows
-        tasks = cut.resident_tasks
+        kernel, tasks = short or normalize_rows, cut.resident_tasks
         laid = lays_before(geometry, dtype)
-        arguments = (centered, 0 if laid else geometry.inner, *extents, *cut.arguments)
+        times = 0 if laid else geometry.inner
+        arguments = (centered, times, *row_extents(geometry), *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
         runs = by_runs(geometry, dtype.itemsize, merged, streaming)
