@@ -159,6 +159,9 @@ _BLOCK_SHARE = 16
 _MOST_BLOCK_SAMPLES = 256
 _TWICE_PIECES = 4
 
+# Blocks of samples whose rows are in pieces have so many bytes: they stay in a near cache.
+_APART_BLOCK_BYTES = 64 << 10
+
 # Runs of neighbouring channels are read in turns, up to so much memory on end.
 _STRETCH_BYTES = 32 << 10
 
@@ -264,6 +267,10 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
     blocks = min(_MOST_BLOCKS, max(_ceil_div(_LEAST_BLOCK_TASKS, number), fitting))
     blocks = min(blocks, _ceil_div(batch * row_bytes, _TASK_BYTES), batch)
     block = min(_ceil_div(batch, blocks), _MOST_BLOCK_SAMPLES)
+    if outer > 1:  # rows of one sample have cache lines in common
+        least = _ceil_div(sums_bytes * _BLOCK_SHARE, outer * itemsize)
+        near = _APART_BLOCK_BYTES // (number * row_bytes)
+        block = min(batch, max(least, near), _MOST_BLOCK_SAMPLES)
     twice = operands == 2 and pieces >= _TWICE_PIECES and block * itemsize <= 2 * sums_bytes
     resident = row_bytes * operands <= _RESIDENT_RUNS_BYTES and not twice
     if not resident:  # blocks are no tasks
