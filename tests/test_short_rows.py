@@ -69,8 +69,8 @@ def test_reference_and_in_place(rng, registers, size, length, dtype):
         (64, (37, 4, 64), 4),
         (64, (37, 2, 2, 44), 2),
         (64, (37, 3, 21), 3),
-        (64, (37, 6, 32), 16),  # the most, as the next
-        (64, (300, 16, 16), 2),
+        (64, (37, 8, 32), 16),  # the most, as the next
+        (64, (300, 4, 8, 16), 2),
         (32, (37, 2, 32), 2),
     ],
 )
@@ -85,7 +85,8 @@ def test_pieces(rng, registers, size, shape, groups, dtype):
     for module, kernel in kernels:
         call = module._fused(geometry, dtype, True, get_num_threads(), False)
         assert call.kernel is kernel(geometry, dtype.itemsize)
-        assert kernel(geometry._replace(outer=17), dtype.itemsize) is None
+        assert kernel(geometry._replace(outer=33), dtype.itemsize) is None
+        assert kernel(geometry._replace(group=4096), dtype.itemsize) is None
         assert kernel(geometry.apart(), dtype.itemsize) is None
     x, dy, weight, bias = operands(rng, case, shape, dtype)
     y, saved, dx, dweight, dbias = check(case, x, dy, weight, bias)

@@ -886,7 +886,8 @@ def _fused(
         kernel = short or backward_rows
         sums: tuple[int, ...] = (cut.blocks, 2, number * length)
         laid, inner = lays_before(geometry, dtype), geometry.inner
-        arguments = (centered, inner, 0 if laid else inner, *extents, *cut.arguments)
+        times, outer = 0 if laid else inner, geometry.outer
+        arguments = (centered, inner, times, outer, *extents, *cut.arguments)
         together = prod(sums) * statistics_dtype(dtype).itemsize < ADDED_APART_BYTES
         last = numbers(*arguments)
         return _Call(kernel, cut.resident_tasks, last, sums, True, laid, together)

@@ -178,7 +178,8 @@ def coefficients(x, row, mean, residual, inv_std):
 @shared_kernel
 def normalize_rows(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-    streaming, /, centered, times, batch, number, length, chunk_length, pieces, block, blocks,
+    streaming, /, centered, times, _outer,
+    batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g; `statistics` gets what `save` writes.
 
@@ -442,7 +443,8 @@ def add_up_near(partials, inner, dweight, dbias):
 @partial(shared_kernel, last=add_up_near)
 def backward_rows(
     board, me, dy, x, dx, mean, residual, inv_std, weight, partials, dweight, dbias, streaming,
-    /, centered, inner, times, batch, number, length, chunk_length, pieces, block, blocks,
+    /, centered, inner, times, _outer,
+    batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g.
 

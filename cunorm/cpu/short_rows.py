@@ -11,10 +11,14 @@ What a row becomes depends on the row alone, to the bit, and not on the rows aro
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..geometry import Geometry
@@ -44,8 +48,10 @@ __all__ = ["short_backward", "short_normalization"]
 _MOST_BYTES = 512
 _BACKWARD_VECTORS, _BACKWARD_BYTES = 8, 256
 
-# In pieces that lie apart, which are slow otherwise, no more vectors, and fewer of few lanes.
-_MOST_APART, _MOST_A_LANE = 16, 3
+# In pieces that lie apart, which are slow otherwise, no more vectors, fewer of few lanes; and a
+# sample has no more bytes: rows of one have cache lines in common. Measured on Zen 3.
+_MOST_APART, _MOST_A_LANE = 32, 4
+_SAMPLE_BYTES = 8 << 10
 
 # Bytes of rows that are taken at a time in a backward pass.
 _BACKWARD_LOT = 1 << 10
@@ -60,47 +66,63 @@ def _shape(geometry: Geometry, itemsize: int) -> tuple[int, int, int]:
     return lanes, -(-length // lanes), geometry.outer
 
 
-def _are_short_pieces(geometry: Geometry, lanes: int, vectors: int) -> bool:
+def _are_short_pieces(geometry: Geometry, itemsize: int) -> bool:
     """Whether rows in pieces are short; those of single channels are not for kernels of rows."""
-    most = min(_MOST_APART, _MOST_A_LANE * lanes)
-    return geometry.members > 1 and geometry.outer * vectors <= most
+    lanes, vectors, outer = _shape(geometry, itemsize)
+    few = outer * vectors <= min(_MOST_APART, _MOST_A_LANE * lanes)
+    near = geometry.size // geometry.batch * itemsize <= _SAMPLE_BYTES
+    return geometry.members > 1 and few and near
 
 
 class _Row(Vectors):
-    """Writes what is done with a row."""
+    """Writes what is done with a row.
 
-    def __init__(self, context, builder, shape, length, stride, number):
-        lanes, vectors, self.outer = (literal.literal_value for literal in shape)
+    `where` it lies is a tuple of Numba's: where it begins, the length of a piece, how many there
+    are, and how far apart. Its `shape` are literals, of `lanes`, `vectors` of a piece, and whether
+    pieces lie `apart`.
+    """
+
+    def __init__(self, context, builder, shape, where, number):
+        lanes, vectors, self.apart = (literal.literal_value for literal in shape)
         super().__init__(builder, number, lanes)
         self.context = context
-        self.of_piece = [WORD(lanes * i) for i in range(vectors - 1)]
-        self.of_piece.append(builder.sub(length, WORD(lanes)))
+        self.start, length, self.pieces, self.stride = cgutils.unpack_tuple(builder, where)
+        self.offsets = [WORD(lanes * i) for i in range(vectors - 1)]
+        self.offsets.append(builder.sub(length, WORD(lanes)))
         self.common = builder.sub(WORD(lanes * vectors), length)  # lanes of the last two
-        places = [builder.mul(stride, WORD(piece)) for piece in range(self.outer)]
-        self.offsets = [builder.add(place, offset) for place in places for offset in self.of_piece]
 
-    def _read(self, kind, array, start, offsets, before):
+    @contextmanager
+    def piece(self):
+        """Where a piece begins; what is done with it is done with every one."""
+        if not self.apart:
+            yield self.start
+            return
+        builder = self.builder
+        with cgutils.for_range(builder, self.pieces) as loop:
+            yield builder.add(self.start, builder.mul(loop.index, self.stride))
+
+    def over_pieces(self, terms, number=1):
+        """So many sums over pieces of the vectors that `terms` gives of where one begins."""
+        if not self.apart:
+            return terms(self.start)
+        builder, nothing = self.builder, ir.Constant(self.vector, [0.0] * self.lanes)
+        totals = [
+            [cgutils.alloca_once(builder, self.vector) for _ in self.offsets] for _ in range(number)
+        ]
+        for total in chain(*totals):
+            builder.store(nothing, total)
+        with self.piece() as start:
+            for total, term in zip(chain(*totals), chain(*terms(start)), strict=True):
+                builder.store(self.plus([builder.load(total)], [term])[0], total)
+        return [[builder.load(one) for one in total] for total in totals]
+
+    def read(self, kind, array, start, before=False):
+        """The elements of a piece, or their parameters, from `start` on."""
         builder = self.builder
         return [
             read(self.context, builder, kind, array, builder.add(start, offset), self.lanes, before)
-            for offset in offsets
+            for offset in self.offsets
         ]
-
-    def read(self, kind, array, start, before=False):
-        """The elements from `start` on."""
-        return self._read(kind, array, start, self.offsets, before)
-
-    def parameters(self, kind, array, start):
-        """Those that begin at `start`, which the pieces share, for every piece."""
-        return self._read(kind, array, start, self.of_piece, False) * self.outer
-
-    def over_pieces(self, vectors):
-        """Sums of the pieces' vectors."""
-        number = len(self.of_piece)
-        total = vectors[:number]
-        for first in range(number, len(vectors), number):
-            total = self.plus(total, vectors[first : first + number])
-        return total
 
     def write(self, kind, array, start, vectors, streaming):
         """Write the elements from `start` on, past the caches or not."""
@@ -138,7 +160,7 @@ class _Row(Vectors):
 
     def sum(self, vectors, factor=None):
         """Sum over the row, times a factor, if there is one, that sums over lanes have already."""
-        *vectors, last = self.over_pieces(vectors)
+        *vectors, last = vectors
         vectors += self.without_first([last], self.common)
         while len(vectors) > 1:  # by pairs
             odd = vectors[len(vectors) // 2 * 2 :]
@@ -149,62 +171,69 @@ class _Row(Vectors):
 
 
 @intrinsic(prefer_literal=True)
-def _deviation(typing_context, x, start, length, stride, center, reciprocal, lanes, vectors, outer):
-    """Mean of x - center over a row, given 1 / length; of large numbers the sum might overflow."""
+def _deviation(typing_context, x, where, center, reciprocal, lanes, vectors, apart):
+    """Mean of x - center over a row, given 1 / count; of large numbers the sum might overflow."""
 
     def generate(context, builder, signature, arguments):
-        data, start, length, stride, center, reciprocal = arguments[:6]
-        row = _Row(context, builder, shape, length, stride, center.type)
-        return row.sum(row.less(row.read(x, data, start), row.splat(center)), reciprocal)
+        data, where, center, reciprocal = arguments[:4]
+        row = _Row(context, builder, shape, where, center.type)
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
-    return number(x, types.intp, types.intp, types.intp, number, number, *shape), generate
+        def terms(start):
+            return [row.less(row.read(x, data, start), row.splat(center))]
+
+        return row.sum(*row.over_pieces(terms), reciprocal)
+
+    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
+    return number(x, where, number, number, *shape), generate
 
 
 @intrinsic(prefer_literal=True)
-def _sums_about(typing_context, x, start, length, stride, center, lanes, vectors, outer):
+def _sums_about(typing_context, x, where, center, lanes, vectors, apart):
     """Sums of x - center and of its square over a row."""
 
     def generate(context, builder, signature, arguments):
-        data, start, length, stride, center = arguments[:5]
-        row = _Row(context, builder, shape, length, stride, center.type)
-        deviations = row.less(row.read(x, data, start), row.splat(center))
-        sums = row.sum(deviations), row.sum(row.times(deviations, deviations))
+        data, where, center = arguments[:3]
+        row = _Row(context, builder, shape, where, center.type)
+
+        def terms(start):
+            deviations = row.less(row.read(x, data, start), row.splat(center))
+            return deviations, row.times(deviations, deviations)
+
+        sums = [row.sum(vectors) for vectors in row.over_pieces(terms, 2)]
         return context.make_tuple(builder, signature.return_type, sums)
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
-    result = types.UniTuple(number, 2)
-    return result(x, types.intp, types.intp, types.intp, number, *shape), generate
+    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
+    return types.UniTuple(number, 2)(x, where, number, *shape), generate
 
 
 @intrinsic(prefer_literal=True)
 def _transform(
-    typing_context, x, y, start, length, stride, mean, scale, shift, weight, bias, to_weight,
-    streaming, lanes, vectors, outer,
+    typing_context, x, y, where, mean, scale, shift, weight, bias, to_weight, streaming,
+    lanes, vectors, apart,
 ):  # fmt: skip
     """Transform of a row; its parameters begin at `to_weight`."""
 
     def generate(context, builder, signature, arguments):
-        of_x, of_y, start, length, stride, *numbers, of_weight, of_bias, first = arguments[:11]
-        row = _Row(context, builder, shape, length, stride, numbers[0].type)
-        # Before y is written, which may be x: the last vectors have elements in common.
-        normalized = row.normalized(row.read(x, of_x, start, before=True), *numbers)
-        scaled = row.times(normalized, row.parameters(weight, of_weight, first))
-        result = row.plus(scaled, row.parameters(bias, of_bias, first))
-        row.write(y, of_y, start, result, arguments[11])
+        of_x, of_y, where, *numbers, of_weight, of_bias, first, streaming = arguments[:10]
+        row = _Row(context, builder, shape, where, numbers[0].type)
+        weights, biases = row.read(weight, of_weight, first), row.read(bias, of_bias, first)
+        with row.piece() as start:
+            # Before y is written, which may be x: the last vectors have elements in common.
+            normalized = row.normalized(row.read(x, of_x, start, before=True), *numbers)
+            result = row.plus(row.times(normalized, weights), biases)
+            row.write(y, of_y, start, result, streaming)
         return context.get_dummy_value()
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
+    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
     return types.void(
-        x, y, types.intp, types.intp, types.intp, number, number, number, weight, bias, types.intp,
-        types.boolean, *shape,
-    ), generate  # fmt: skip
+        x, y, where, number, number, number, weight, bias, types.intp, types.boolean, *shape
+    ), generate
 
 
 @intrinsic(prefer_literal=True)
 def _sums(
-    typing_context, dy, x, start, length, stride, mean, scale, shift, weight, to_weight, gradients,
-    lanes, vectors, outer,
+    typing_context, dy, x, where, mean, scale, shift, weight, to_weight, gradients,
+    lanes, vectors, apart,
 ):  # fmt: skip
     """Sums of dy * weight and dy * weight * v over a row, where v is x normalized.
 
@@ -212,52 +241,54 @@ def _sums(
     """
 
     def generate(context, builder, signature, arguments):
-        of_dy, of_x, start, length, stride, *numbers, of_weight, first, sums = arguments[:11]
-        row = _Row(context, builder, shape, length, stride, numbers[0].type)
-        elements = row.read(dy, of_dy, start)
-        normalized = row.normalized(row.read(x, of_x, start), *numbers)
-        gradient = row.over_pieces(elements)
-        product = row.over_pieces(row.times(elements, normalized))
-        terms = product + gradient
-        places = [WORD(row.lanes * i) for i in range(len(terms))]
-        for place, term in zip(places, terms, strict=True):
+        of_dy, of_x, where, *numbers, of_weight, first, sums = arguments[:9]
+        row = _Row(context, builder, shape, where, numbers[0].type)
+
+        def terms(start):
+            gradient = row.read(dy, of_dy, start)
+            normalized = row.normalized(row.read(x, of_x, start), *numbers)
+            return row.times(gradient, normalized), gradient
+
+        product, gradient = row.over_pieces(terms, 2)
+        places = [WORD(row.lanes * i) for i in range(2 * len(product))]
+        for place, term in zip(places, product + gradient, strict=True):
             so_far = read_back(context, builder, gradients, sums, place, row.lanes)
             put(context, builder, gradients, sums, place, builder.fadd(so_far, term), False)
-        factors = row.parameters(weight, of_weight, first)[: len(gradient)]
-        totals = (row.sum(row.times(one, factors)) for one in (gradient, product))
-        return context.make_tuple(builder, signature.return_type, list(totals))
+        factors = row.read(weight, of_weight, first)
+        totals = [row.sum(row.times(one, factors)) for one in (gradient, product)]
+        return context.make_tuple(builder, signature.return_type, totals)
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
+    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
     return types.UniTuple(number, 2)(
-        dy, x, types.intp, types.intp, types.intp, number, number, number, weight, types.intp,
-        gradients, *shape,
-    ), generate  # fmt: skip
+        dy, x, where, number, number, number, weight, types.intp, gradients, *shape
+    ), generate
 
 
 @intrinsic(prefer_literal=True)
 def _gradient(
-    typing_context, dy, x, dx, start, length, stride, mean, scale, shift, slope, offset, weight,
-    to_weight, streaming, lanes, vectors, outer,
+    typing_context, dy, x, dx, where, mean, scale, shift, slope, offset, weight, to_weight,
+    streaming, lanes, vectors, apart,
 ):  # fmt: skip
     """Dx of a row with the given slope and offset; its weights begin at `to_weight`."""
 
     def generate(context, builder, signature, arguments):
-        of_dy, of_x, of_dx, start, length, stride, mean, scale, shift = arguments[:9]
-        slope, offset, of_weight, first, streaming = arguments[9:14]
-        row = _Row(context, builder, shape, length, stride, mean.type)
-        # Before dx is written, as in `_transform`.
-        gradient = row.read(dy, of_dy, start, before=True)
-        normalized = row.normalized(row.read(x, of_x, start, before=True), mean, scale, shift)
-        factors = row.times(row.parameters(weight, of_weight, first), row.splat(scale))
-        of_row = row.plus(row.times(normalized, row.splat(slope)), row.splat(offset))
-        result = row.plus(row.times(gradient, factors), of_row)
-        row.write(dx, of_dx, start, result, streaming)
+        of_dy, of_x, of_dx, where, mean, scale, shift = arguments[:7]
+        slope, offset, of_weight, first, streaming = arguments[7:12]
+        row = _Row(context, builder, shape, where, mean.type)
+        factors = row.times(row.read(weight, of_weight, first), row.splat(scale))
+        with row.piece() as start:
+            # Before dx is written, as in `_transform`.
+            gradient = row.read(dy, of_dy, start, before=True)
+            normalized = row.normalized(row.read(x, of_x, start, before=True), mean, scale, shift)
+            of_row = row.plus(row.times(normalized, row.splat(slope)), row.splat(offset))
+            result = row.plus(row.times(gradient, factors), of_row)
+            row.write(dx, of_dx, start, result, streaming)
         return context.get_dummy_value()
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, outer)
+    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
     return types.void(
-        dy, x, dx, types.intp, types.intp, types.intp, number, number, number, number, number,
-        weight, types.intp, types.boolean, *shape,
+        dy, x, dx, where, number, number, number, number, number, weight, types.intp,
+        types.boolean, *shape,
     ), generate  # fmt: skip
 
 
@@ -268,11 +299,12 @@ def _streams(y, length, streaming):
 
 
 @cache
-def _normalization(lanes, vectors, outer):
+def _normalization(lanes, vectors, apart):
     @shared_kernel
     def normalize_short_rows(
         board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-        streaming, /, centered, times, batch, number, length, chunk_length, pieces, block, blocks,
+        streaming, /, centered, times, outer,
+        batch, number, length, chunk_length, pieces, block, blocks,
     ):  # fmt: skip
         """What `normalize_rows` does, with weight and bias in order."""
         weights = laid_out(x, weight, 1.0, number * length, times, False)
@@ -294,21 +326,17 @@ def _normalization(lanes, vectors, outer):
                 if centered:
                     for i in range(rows):
                         start = begin + i * outer * stride
-                        center = pivot_at(x, start)
-                        off = _deviation(
-                            x, start, length, stride, center, reciprocal, lanes, vectors, outer
-                        )
+                        where, center = (start, length, outer, stride), pivot_at(x, start)
+                        off = _deviation(x, where, center, reciprocal, lanes, vectors, apart)
                         store(centers, i, center)
                         store(totals, i, np.float64(off))
                     for i in range(rows):
                         center, off = load_scratch(centers, i), load_scratch(totals, i)
                         store(centers, i, moved_to_mean(x, center, off, 1.0))
                     for i in range(rows):
-                        start = begin + i * outer * stride
+                        where = (begin + i * outer * stride, length, outer, stride)
                         center = load_scratch(centers, i)
-                        total, square = _sums_about(
-                            x, start, length, stride, center, lanes, vectors, outer
-                        )
+                        total, square = _sums_about(x, where, center, lanes, vectors, apart)
                         store(totals, i, np.float64(total))
                         store(squares, i, np.float64(square))
                     for i in range(rows):
@@ -319,8 +347,8 @@ def _normalization(lanes, vectors, outer):
                         save(statistics, row + i * number, count, mean, m2, eps)
                 else:
                     for i in range(rows):
-                        start = begin + i * outer * stride
-                        sums_of = _sums_about(x, start, length, stride, zero, lanes, vectors, outer)
+                        where = (begin + i * outer * stride, length, outer, stride)
+                        sums_of = _sums_about(x, where, zero, lanes, vectors, apart)
                         store(squares, i, np.float64(sums_of[1]))
                     for i in range(rows):
                         save(
@@ -333,8 +361,8 @@ def _normalization(lanes, vectors, outer):
                             fetch(x, start + (lot * outer + piece) * stride, length)
                     mean, scale, shift = coefficients(x, row + i * number, *of_rows)
                     _transform(
-                        x, y, start, length, stride, mean, scale, shift, weights, biases,
-                        g * length, streams, lanes, vectors, outer,
+                        x, y, (start, length, outer, stride), mean, scale, shift, weights, biases,
+                        g * length, streams, lanes, vectors, apart,
                     )  # fmt: skip
             task = next_task(board, me)
 
@@ -348,18 +376,19 @@ def short_normalization(geometry: Geometry, itemsize: int):
     """
     lanes, vectors, outer = _shape(geometry, itemsize)
     if outer > 1:
-        short = _are_short_pieces(geometry, lanes, vectors)
+        short = _are_short_pieces(geometry, itemsize)
     else:
         short = geometry.members * geometry.inner * max(4, itemsize) <= _MOST_BYTES
-    return _normalization(lanes, vectors, outer) if lanes > 1 and short else None
+    return _normalization(lanes, vectors, outer > 1) if lanes > 1 and short else None
 
 
 @cache
-def _backward(lanes, vectors, outer):
+def _backward(lanes, vectors, apart):
     @partial(shared_kernel, last=add_up_near)
     def backward_short_rows(
         board, me, dy, x, dx, mean, residual, inv_std, weight, partials, dweight, dbias, streaming,
-        /, centered, inner, times, batch, number, length, chunk_length, pieces, block, blocks,
+        /, centered, inner, times, outer,
+        batch, number, length, chunk_length, pieces, block, blocks,
     ):  # fmt: skip
         """What `backward_rows` does."""
         weights = laid_out(x, weight, 1.0, number * length, times, False)
@@ -382,8 +411,8 @@ def _backward(lanes, vectors, outer):
                 for i in range(rows):
                     center, scale, shift = coefficients(x, row + i * number, *of_rows)
                     total, product = _sums(
-                        dy, x, begin + i * outer * stride, length, stride, center, scale, shift,
-                        weights, g * length, of_parameters, lanes, vectors, outer,
+                        dy, x, (begin + i * outer * stride, length, outer, stride), center, scale,
+                        shift, weights, g * length, of_parameters, lanes, vectors, apart,
                     )  # fmt: skip
                     store(totals, i, np.float64(total))
                     store(products, i, np.float64(product))
@@ -397,9 +426,9 @@ def _backward(lanes, vectors, outer):
                 for i in range(rows):
                     center, scale, shift = coefficients(x, row + i * number, *of_rows)
                     _gradient(
-                        dy, x, dx, begin + i * outer * stride, length, stride, center, scale, shift,
-                        load_scratch(slopes, i), load_scratch(offsets, i), weights, g * length,
-                        streams, lanes, vectors, outer,
+                        dy, x, dx, (begin + i * outer * stride, length, outer, stride), center,
+                        scale, shift, load_scratch(slopes, i), load_scratch(offsets, i), weights,
+                        g * length, streams, lanes, vectors, apart,
                     )  # fmt: skip
             if partials.size:
                 for k in range(2):
@@ -419,8 +448,8 @@ def short_backward(geometry: Geometry, itemsize: int):
     """
     lanes, vectors, outer = _shape(geometry, itemsize)
     if outer > 1:
-        short = _are_short_pieces(geometry, lanes, vectors)
+        short = _are_short_pieces(geometry, itemsize)
     else:
         near = geometry.members * geometry.inner * itemsize <= _BACKWARD_BYTES
         short = near and vectors <= _BACKWARD_VECTORS
-    return _backward(lanes, vectors, outer) if lanes > 1 and short else None
+    return _backward(lanes, vectors, outer > 1) if lanes > 1 and short else None

@@ -514,8 +514,8 @@ def _fused(
             return apart
         kernel, tasks = short or normalize_rows, cut.resident_tasks
         laid = lays_before(geometry, dtype)
-        times = 0 if laid else geometry.inner
-        arguments = (centered, times, *row_extents(geometry), *cut.arguments)
+        times, extents = 0 if laid else geometry.inner, row_extents(geometry)
+        arguments = (centered, times, geometry.outer, *extents, *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
         runs = by_runs(geometry, dtype.itemsize, merged, streaming)
