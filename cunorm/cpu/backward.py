@@ -50,7 +50,6 @@ from .elements import (
     write_rows,
     write_run,
 )
-from .memory import empty_like
 from .pieces import (
     block_runs,
     column_runs,
@@ -934,7 +933,10 @@ def _backward_near(
     call: _Call, dy, x, mean, residual, inv_std, weight, offset, geometry: Geometry, out,
     dweight, dbias,
 ):  # fmt: skip
-    """Gradients as `backward` has them; flat ones of the parameters, empty if not wanted."""
+    """Gradients as `backward` has them; flat ones of the parameters, empty if not wanted.
+
+    Those of rows in pieces may be without an `out`.
+    """
     kernel, tasks, last, shape, rows, laid, together = call
     dtype, nbytes = mean.dtype, 3 * x.nbytes
     wanted = dweight.size + dbias.size > 0
@@ -944,7 +946,8 @@ def _backward_near(
     # By a kernel of its own: large ones need not be compiled for more than one type of these.
     apart = wanted and not (together and dweight.dtype is dbias.dtype is dtype)
     parameters = (NONE[dtype], NONE[dtype]) if apart else (dweight, dbias)
-    arrays = dy.ravel(), x.ravel(), out.ravel(), mean, residual, inv_std
+    dx = x.ravel()[:0] if out is None else out.ravel()
+    arrays = dy.ravel(), x.ravel(), dx, mean, residual, inv_std
     streaming = nbytes > STREAMING_BYTES
     done: Any = NotImplemented
     board, me = hire(tasks, nbytes)
@@ -1055,10 +1058,9 @@ def backward(
     residual = optional(residual, dtype)
     dweight = none if dweight is None else dweight.ravel()
     dbias = none if dbias is None else dbias.ravel()
+    # The sums of rows in pieces, too, are what that kernel has.
     apart = geometry.outer > 1 and short_backward(geometry, x.itemsize) is not None
     if training and (out is not None or apart):
-        if out is None:  # the sums of rows in pieces are a part of the same kernel
-            out = empty_like(x)
         streaming = 3 * x.nbytes > STREAMING_BYTES
         call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)
         if call is not None:

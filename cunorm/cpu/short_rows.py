@@ -390,7 +390,7 @@ def _backward(lanes, vectors, apart):
         /, centered, inner, times, outer,
         batch, number, length, chunk_length, pieces, block, blocks,
     ):  # fmt: skip
-        """What `backward_rows` does."""
+        """What `backward_rows` does; without dx if that is empty."""
         weights = laid_out(x, weight, 1.0, number * length, times, False)
         of_rows = (mean, residual, inv_std)
         count, stride = outer * length, number * length
@@ -423,7 +423,7 @@ def _backward(lanes, vectors, apart):
                     )  # fmt: skip
                     store(slopes, i, slope)
                     store(offsets, i, offset)
-                for i in range(rows):
+                for i in range(rows if dx.size else 0):
                     center, scale, shift = coefficients(x, row + i * number, *of_rows)
                     _gradient(
                         dy, x, dx, (begin + i * outer * stride, length, outer, stride), center,
