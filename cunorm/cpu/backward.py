@@ -866,6 +866,7 @@ class _Call(NamedTuple):
     rows: bool
     laid: bool  # whether it takes a weight as `row_parameter` gives it
     together: bool  # whether the kernel adds up what samples have
+    without_dx: bool = False  # whether it has the sums alone, too, as those of rows in pieces do
 
 
 @lru_cache(maxsize=1024)
@@ -889,7 +890,8 @@ def _fused(
         arguments = (centered, inner, times, outer, *extents, *cut.arguments)
         together = prod(sums) * statistics_dtype(dtype).itemsize < ADDED_APART_BYTES
         last = numbers(*arguments)
-        return _Call(kernel, cut.resident_tasks, last, sums, True, laid, together)
+        pieces = outer > 1
+        return _Call(kernel, cut.resident_tasks, last, sums, True, laid, together, pieces)
     if not stays_near(cut, threads):
         return None
     runs = by_runs(geometry, dtype.itemsize, cut, streaming)
@@ -933,11 +935,8 @@ def _backward_near(
     call: _Call, dy, x, mean, residual, inv_std, weight, offset, geometry: Geometry, out,
     dweight, dbias,
 ):  # fmt: skip
-    """Gradients as `backward` has them; flat ones of the parameters, empty if not wanted.
-
-    Those of rows in pieces may be without an `out`.
-    """
-    kernel, tasks, last, shape, rows, laid, together = call
+    """Gradients as `backward` has them; flat ones of the parameters, empty if not wanted."""
+    kernel, tasks, last, shape, rows, laid, together, _ = call
     dtype, nbytes = mean.dtype, 3 * x.nbytes
     wanted = dweight.size + dbias.size > 0
     if rows and not wanted:
@@ -1058,12 +1057,10 @@ def backward(
     residual = optional(residual, dtype)
     dweight = none if dweight is None else dweight.ravel()
     dbias = none if dbias is None else dbias.ravel()
-    # The sums of rows in pieces, too, are what that kernel has.
-    apart = geometry.outer > 1 and short_backward(geometry, x.itemsize) is not None
-    if training and (out is not None or apart):
+    if training:
         streaming = 3 * x.nbytes > STREAMING_BYTES
         call = _fused(geometry, x.dtype, centered, get_num_threads(), streaming)
-        if call is not None:
+        if call is not None and (out is not None or call.without_dx):
             _backward_near(
                 call, dy, x, mean, residual, inv_std, weight, weight_offset, geometry, out,
                 dweight, dbias,
