@@ -1,5 +1,6 @@
 """The benchmarks compare like with like, and say what they measured."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -17,10 +18,14 @@ sys.path.insert(0, str(FOLDER))
 import contenders  # noqa: E402
 import errors  # noqa: E402
 import gpu  # noqa: E402
+import plans  # noqa: E402
 import predict  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 from shapes import FULL, HUGE, QUICK, Case  # noqa: E402
+
+from cunorm.cuda import launch  # noqa: E402
+from cunorm.geometry import batch_norm_geometry  # noqa: E402
 
 try:
     import torch
@@ -263,6 +268,31 @@ def test_predictions(case, operation, passes, launches):
     assert predicted[:2] == (passes, launches)
     size = predict.dtype_of(case).itemsize * case.elements
     assert predicted.seconds == pytest.approx(passes * size / 4.8e12 + launches * 3e-6)
+
+
+def test_other_plans():
+    """They are timed beside those as they are, which stay."""
+    geometry, lie = batch_norm_geometry((64, 28, 28, 256), 3), launch.Alignment(16, 0)
+    device = launch.Device(90, 132, 227 << 10, 228 << 10, 60 << 20)
+
+    def blocks():
+        return launch.plan(geometry, np.dtype("float16"), 1, lie, device).blocks
+
+    def timer(calls):
+        return {name: {"median": float(call() or blocks_of[-1])} for name, call in calls.items()}
+
+    before, blocks_of = blocks(), []
+    values = plans.values_of("_COLUMN_BLOCKS=4")
+    found = plans.ratios({"forward": lambda: blocks_of.append(blocks())}, {"four": values}, timer)
+    assert blocks_of[0] == blocks() == before
+    assert blocks_of[1] > 1.5 * before
+    assert found == {"forward": [before, before / blocks_of[1]]}
+
+
+@pytest.mark.parametrize("text", ["_COLUMN_BLOCKS", "_COLUMN_BLOCKS=many", "_NOTHING=1", "plan=1"])
+def test_no_other_plans(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=text.partition("=")[0]):
+        plans.values_of(text)
 
 
 def test_run(tmp_path):
