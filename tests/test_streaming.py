@@ -8,7 +8,7 @@ import cunorm
 from cunorm.cpu import backward, plan, pool, rows, statistics, transform
 from cunorm.cpu.entry import Kernel
 from cunorm.cpu.short_rows import short_backward, short_normalization
-from cunorm.geometry import batch_norm_geometry
+from cunorm.geometry import batch_norm_geometry, row_norm_geometry
 
 pytestmark = pytest.mark.cpu
 
@@ -90,7 +90,8 @@ def test_only_what_is_larger_than_the_limit_is_streamed(rng, monkeypatch, shape)
     told = []
     parts = (transform, rows, backward)
     kernels = {one for part in parts for one in vars(part).values() if isinstance(one, Kernel)}
-    of_short_rows = short_normalization(shape[-1], 4), short_backward(shape[-1], 4)
+    of_rows = row_norm_geometry(shape, x.ndim - 1)
+    of_short_rows = short_normalization(of_rows, 4), short_backward(of_rows, 4)
     kernels |= {one for one in of_short_rows if one is not None}
 
     def listening(entry):
