@@ -122,9 +122,10 @@ _AHEAD_BYTES = 16 << 10
 _FOLLOWING_BYTES = 4 << 10
 _SLOW_BYTES = 5 << 9
 
-# Blocks of a row's gradients are added up for so many elements at a time, in a near cache; and
-#: if they are so many bytes, by a kernel of its own, in several threads.
+# Blocks of a row's gradients are added up for so many elements at a time, in a near cache.
 _ADDED_ELEMENTS = 1024
+
+#: If they are so many bytes, that is done by a kernel of its own, in several threads.
 ADDED_APART_BYTES = 256 << 10
 
 
