@@ -128,6 +128,15 @@ def test_integers_of_two_bytes_are_no_halves():
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_byte_order_in_both_of_its_letters(dtype):
+    named = np.dtype(dtype).newbyteorder("<" if sys.byteorder == "little" else ">")
+    x = np.ones(3, dtype).astype(named)
+    assert x.dtype.byteorder != "="
+    assert doubling(x, 2.0, 1, False) == 3
+    assert x.tolist() == [2.0] * 3
+
+
 def test_arrays_that_are_not_usual():
     """Read-only, of a subclass, empty or unaligned ones: the numbers are the same."""
     kernel = kernel_of(double)

@@ -150,3 +150,38 @@ def test_running_statistics_are_rounded_after_every_step(rng, shape, change):
     cunorm.batch_norm_forward(x, None, None, *batch, exponential_average_factor=1)
     cunorm.batch_norm_forward(x, None, None, *running, exponential_average_factor=f)
     np.testing.assert_array_equal(running, old * (1 - f) + batch * f)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_byte_order_by_its_own_letter(rng, norm, dtype):
+    """NumPy's own recipe for foreign data leaves arrays whose dtype says "<" and not "="."""
+
+    def named(array):
+        foreign = array.astype(array.dtype.newbyteorder("S"))
+        found = foreign.byteswap().view(foreign.dtype.newbyteorder())
+        assert found.dtype.isnative
+        assert found.dtype.byteorder != array.dtype.byteorder
+        return found
+
+    shape = (5, 4, 6)
+    x, dy = draw(rng, shape, dtype), rng.standard_normal(shape).astype(dtype)
+    batch = norm is BATCH
+    affine = (4,) if batch else norm.norm(shape).parameters_shape
+    numbers = rng.uniform(0.5, 2.0, (4, *affine)).astype(accumulator(dtype))
+
+    def results(name):
+        of_x, of_dy = name(x.copy()), name(dy.copy())
+        weight, bias, *running = (name(row.copy()) for row in numbers)
+        out = name(np.empty_like(x))
+        if batch:
+            cunorm.batch_norm_forward(of_x, weight, bias, *running, out=out)
+            given, _ = cunorm.batch_norm_forward(of_x, weight, bias, *running, training=False)
+            _, saved = cunorm.batch_norm_forward(of_x, weight, bias)
+            gradients = cunorm.batch_norm_backward(of_dy, of_x, saved, weight)
+            return out, given, *running, *gradients
+        y, saved = norm.forward(of_x, weight, bias if norm.has_bias else None)
+        return y, *norm.backward(of_dy, of_x, saved, weight)
+
+    for found, expected in zip(results(named), results(np.asarray), strict=True):
+        same(found, expected)

@@ -887,7 +887,7 @@ def _fused(
         sums: tuple[int, ...] = (cut.blocks, 2, number * length)
         laid, inner = lays_before(geometry, dtype), geometry.inner
         times, outer = 0 if laid else inner, geometry.outer
-        arguments = (centered, inner, times, outer, *extents, *cut.arguments)
+        arguments = (inner, times, outer, *extents, *cut.arguments)
         together = prod(sums) * statistics_dtype(dtype).itemsize < ADDED_APART_BYTES
         last = numbers(*arguments)
         pieces = outer > 1
@@ -937,7 +937,7 @@ def _backward_near(
 ):  # fmt: skip
     """Gradients as `backward` has them; flat ones of the parameters, empty if not wanted."""
     kernel, tasks, last, shape, rows, laid, together, _ = call
-    dtype, nbytes = mean.dtype, 3 * x.nbytes
+    dtype, nbytes = inv_std.dtype, 3 * x.nbytes
     wanted = dweight.size + dbias.size > 0
     if rows and not wanted:
         shape = (*shape[:2], 0)
@@ -970,15 +970,14 @@ def _backward_near(
 
 
 def _backward_rows(
-    dy, x, mean, residual, inv_std, weight, centered, geometry: Geometry, cut: Rows, out,
-    dweight, dbias,
-):  # fmt: skip
+    dy, x, mean, residual, inv_std, weight, geometry: Geometry, cut: Rows, out, dweight, dbias
+):
     """Gradients as `backward` has them, of rows that are read twice; `out` may be None."""
     statistics = mean, residual, inv_std
     extents = row_extents(geometry)
     _, number, length = extents
     # A sum over all samples is the gradient itself, where that has the same type.
-    partials = np.empty((1, 2, number * length), mean.dtype)
+    partials = np.empty((1, 2, number * length), inv_std.dtype)
     of_weight, of_bias = (
         wanted if wanted.size == room.size and wanted.dtype is room.dtype else room
         for wanted, room in zip((dweight, dbias), partials[0], strict=True)
@@ -991,11 +990,11 @@ def _backward_rows(
     if out is not None:
         run(
             gradient_rows, cut.tasks, 3 * x.nbytes, dy.ravel(), x.ravel(), out.ravel(),
-            *statistics, weight, sums, centered, 3 * x.nbytes > STREAMING_BYTES,
+            *statistics, weight, sums, 3 * x.nbytes > STREAMING_BYTES,
             numbers(*extents, *cut.arguments),
         )  # fmt: skip
     dweight, dbias = (
-        NONE[mean.dtype] if there is wanted else wanted
+        NONE[inv_std.dtype] if there is wanted else wanted
         for there, wanted in ((of_weight, dweight), (of_bias, dbias))
     )
     if dweight.size + dbias.size > 0:
@@ -1050,11 +1049,11 @@ def backward(
     dtype = statistics_dtype(x.dtype)
     none = NONE[dtype]
     centered = mean is not None or not training
-    if mean is None:
-        mean = np.zeros(geometry.statistics, dtype)
+    if centered:
+        mean = np.zeros(geometry.statistics, dtype) if mean is None else mean
+        residual = optional(residual, dtype)
     if inv_std is None:
         inv_std = np.ones(geometry.statistics, dtype)
-    residual = optional(residual, dtype)
     dweight = none if dweight is None else dweight.ravel()
     dbias = none if dbias is None else dbias.ravel()
     if training:
@@ -1069,9 +1068,7 @@ def backward(
     cut = plan(geometry, x.itemsize, 2, centered)
     if isinstance(cut, Rows):
         weight = row_parameter(weight, dtype, geometry, 1.0, weight_offset)
-        _backward_rows(
-            dy, x, mean, residual, inv_std, weight, centered, geometry, cut, out, dweight, dbias
-        )
+        _backward_rows(dy, x, mean, residual, inv_std, weight, geometry, cut, out, dweight, dbias)
         return
     weight = parameter(weight, dtype, weight_offset)
     sums = _sums(

@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic, overload
 
 from .entry import Kernel
@@ -76,7 +77,8 @@ device_function = njit(_nrt=False, **_WITHIN, **_OPTIONS)
 #: The same without contraction (to be said: else that of the caller is taken over): the same bits
 #: whatever code it is compiled into. Several kernels fold the same partial results and must
 #: agree about them.
-strict_function = njit(_nrt=False, **_WITHIN, **(_OPTIONS | {"fastmath": False}))
+STRICT = {"forceinline": True, "_nrt": False, **_OPTIONS, "fastmath": False}
+strict_function = njit(**(_WITHIN | STRICT))
 
 
 def kernel(function, source=None):
@@ -323,6 +325,19 @@ def as_accumulator(typing_context, array, value):
         return builder.fptrunc(arguments[1], ir.FloatType())
 
     return number(array, types.float64), generate
+
+
+@intrinsic
+def unless_none(typing_context, known, value):
+    """A value, or None if `known` is None: so that the compiler, too, takes it for that."""
+    kind = types.none if known == types.none else value
+
+    def generate(context, builder, signature, arguments):
+        if kind == types.none:
+            return context.get_dummy_value()
+        return impl_ret_borrowed(context, builder, kind, arguments[1])
+
+    return kind(known, value), generate
 
 
 @intrinsic

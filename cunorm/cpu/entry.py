@@ -10,6 +10,7 @@ same in all of NumPy 1 and 2.
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import partial
 from typing import Any
 
@@ -30,19 +31,22 @@ __all__ = ["Kernel", "keep"]
 _HEAD = object.__basicsize__
 _TYPE = _HEAD - 8
 _DATA, _NDIM, _SHAPE, _DTYPE, _FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, _HEAD + 48
-# and a dtype, after the type of its scalars, with three letters: kind, character, byte order.
+# and a dtype, after the type of its scalars, with three letters: kind, character, byte order, of
+# which the native one has two.
 _LETTERS = _HEAD + 8
+_BYTE_ORDER = _LETTERS + 2
+_FOREIGN = {"little": ">", "big": "<"}[sys.byteorder]
 _C_CONTIGUOUS, _ALIGNED = 0x1, 0x100  # flags
 
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 # Half types go as integers, which kernels tell one from the other by: types by the dtypes' letters.
-_HALVES = {"fe=": types.uint16, "VE=": types.int16}
+_HALVES = {"fe": types.uint16, "VE": types.int16}
 _LETTERS_OF_HALVES = {kind: letters for letters, kind in _HALVES.items()}
 
 
 def _letters(dtype: np.dtype) -> str:
-    return f"{dtype.kind}{dtype.char}{dtype.byteorder}"
+    return f"{dtype.kind}{dtype.char}"
 
 
 def _type_of(value: Any) -> types.Type:
@@ -50,6 +54,7 @@ def _type_of(value: Any) -> types.Type:
     if not isinstance(value, np.ndarray):
         return typeof(value)
     assert value.flags.c_contiguous
+    assert value.dtype.isnative
     kind = _HALVES.get(_letters(value.dtype)) or numpy_support.from_dtype(value.dtype)
     return types.Array(kind, value.ndim, "C", aligned=value.flags.aligned)
 
@@ -109,6 +114,8 @@ class _Writer:
         letters = _LETTERS_OF_HALVES.get(kind.dtype) or _letters(numpy_support.as_dtype(kind.dtype))
         for place, letter in enumerate(letters.encode(), _LETTERS):
             self.expect_same(self.field(dtype, place, _BYTE), _BYTE(letter))
+        order = self.field(dtype, _BYTE_ORDER, _BYTE)
+        self.expect(builder.icmp_unsigned("!=", order, _BYTE(ord(_FOREIGN))))
         self.expect_same(self.field(argument, _NDIM, _INT), _INT(kind.ndim))
         wanted = _INT(_C_CONTIGUOUS | (_ALIGNED if kind.aligned else 0))
         flags = builder.and_(self.field(argument, _FLAGS, _INT), wanted)

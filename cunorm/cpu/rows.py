@@ -6,6 +6,9 @@ gradients of the parameters are sums over the samples: a task takes a block of s
 adds up their contributions beside the sums of every row, and the blocks are added up in order.
 
 What a row becomes depends on the row alone, to the bit, and not on the rows around it.
+
+Statistics about zero have no mean, residual or bias: those are None, for which a kernel is compiled
+without all that is done with them.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from ..checks import statistics_dtype
 from ..geometry import Geometry
 from .elements import (
     LINE_ELEMENTS,
+    STRICT,
     accumulate,
     are_dealt,
     as_accumulator,
@@ -30,6 +35,7 @@ from .elements import (
     scratch,
     store,
     strict_function,
+    unless_none,
     write,
 )
 from .memory import empty
@@ -58,6 +64,7 @@ __all__ = [
     "laid_out",
     "lays_before",
     "normalize_rows",
+    "of_rows",
     "reduce_rows",
     "row_extents",
     "row_parameter",
@@ -101,7 +108,7 @@ def lays_before(geometry: Geometry, dtype: np.dtype) -> bool:
 @njit(inline="always")
 def laid_out(x, values, absent, size, times, dealt):
     """A parameter as `row_parameter` gives it, for a sample of this size; `times` 0: it is one."""
-    if times == 0 or (times == 1 and values.size > 0 and not dealt):
+    if values is None or times == 0 or (times == 1 and values.size > 0 and not dealt):
         return values
     laid = scratch(x, size)
     if values.size > 0:
@@ -149,9 +156,19 @@ def _squares(x, base, length, chunk_length):
 
 
 @device_function
+def _normalized(value, mean, scale, shift):
+    """Of an element, with what `coefficients` gives."""
+    if mean is None:
+        return value * scale
+    return (value - mean) * scale + shift
+
+
+@device_function
 def _transformed(i, p, x, mean, scale, shift, weight, bias):
-    normalized = (load(x, i) - mean) * scale + shift
-    return normalized * load(weight, p) + load(bias, p)
+    scaled = _normalized(load(x, i), mean, scale, shift) * load(weight, p)
+    if bias is None:
+        return scaled
+    return scaled + load(bias, p)
 
 
 @device_function
@@ -165,21 +182,42 @@ def _transform(x, y, start, end, row, statistics, weight, bias, to_weight, half,
     write(y, 0, start, end, streaming, _transformed, numbers, to_weight, half, x, None, ahead)
 
 
-@strict_function
 def coefficients(x, row, mean, residual, inv_std):
     """(mean, scale, shift) of the normalized x: (x - mean) * scale + shift.
 
-    The shift makes up for the residual: what rounding took from the mean.
+    The shift makes up for the residual: what rounding took from the mean. About zero, mean and
+    shift are None.
     """
-    scale = load_scratch(inv_std, row)
-    shift = -residual_times(residual, row, np.float64(scale))
-    return load_scratch(mean, row), scale, as_accumulator(x, shift)
+    raise TypeError("for kernels only")
+
+
+@overload(coefficients, jit_options=STRICT)
+def _coefficients(x, row, mean, residual, inv_std):
+    if mean == types.none:
+
+        def about_zero(x, row, mean, residual, inv_std):
+            return None, load_scratch(inv_std, row), None
+
+        return about_zero
+
+    def about_mean(x, row, mean, residual, inv_std):
+        scale = load_scratch(inv_std, row)
+        shift = -residual_times(residual, row, np.float64(scale))
+        return load_scratch(mean, row), scale, as_accumulator(x, shift)
+
+    return about_mean
+
+
+@njit(inline="always")
+def of_rows(statistics, bias):
+    """Mean, residual and inv_std of rows as `coefficients` takes them."""
+    return unless_none(bias, statistics[0]), unless_none(bias, statistics[2]), statistics[1]
 
 
 @shared_kernel
 def normalize_rows(
     board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-    streaming, /, centered, times, _outer,
+    streaming, /, times, _outer,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g; `statistics` gets what `save` writes.
@@ -190,7 +228,7 @@ def normalize_rows(
     """
     weights = laid_out(x, weight, 1.0, number * length, times, are_dealt(x))
     biases = laid_out(x, bias, 0.0, number * length, times, are_dealt(x))
-    of_rows = (statistics[0], statistics[2], statistics[1])
+    given = of_rows(statistics, bias)
     lot, row_bytes = together(x, length, LOT_BYTES), length * x.itemsize
     fetched = lot == 1 and row_bytes <= _AHEAD_BYTES
     fetched = fetched and (number > 1 or row_bytes > _FOLLOWING_BYTES)
@@ -206,7 +244,7 @@ def normalize_rows(
             rows = min(lot, last - first)
             row = first * number + g
             moments[:, :rows] = 0.0
-            if centered:
+            if bias is not None:
                 for offset in range(0, length, chunk_length):
                     size = min(chunk_length, length - offset)
                     for i in range(rows):
@@ -225,7 +263,7 @@ def normalize_rows(
             for i in range(row, row + rows * number, number):
                 start = i * length
                 _transform(
-                    x, y, start, start + length, i, of_rows, weights, biases, (g - i) * length,
+                    x, y, start, start + length, i, given, weights, biases, (g - i) * length,
                     (weights.size + 1) // 2, streaming, ahead,
                 )  # fmt: skip
         task = next_task(board, me)
@@ -253,12 +291,14 @@ def _transform_pieces(
 ):
     """Transform of the same piece of all rows of one g, which share its parameters."""
     first, last = g * length + offset, g * length + offset + size
-    weight = lay(y, weight[first:last], rooms[0], size, 0)
-    bias = lay(y, bias[first:last], rooms[1], size, 0)
+    weights = lay(y, weight[first:last], rooms[0], size, 0)
+    biases = bias
+    if bias is not None:
+        biases = lay(y, bias[first:last], rooms[1], size, 0)
     for row in range(g, batch * number, number):
         start = row * length + offset
         _transform(
-            x, y, start, start + size, row, statistics, weight, bias, -start, half_of(size),
+            x, y, start, start + size, row, statistics, weights, biases, -start, half_of(size),
             streaming, 0,
         )  # fmt: skip
 
@@ -269,13 +309,13 @@ def transform_rows(
     /, batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is the same piece of all rows of one g; the last one goes first, being nearest."""
-    of_rows = (statistics[0], statistics[2], statistics[1])
+    given = of_rows(statistics, bias)
     rooms = scratch(x, (2, chunk_length + LINE_ELEMENTS))
     task = last_task(board, me)
     while task >= 0:
         g, offset = task // pieces, task % pieces * chunk_length
         _transform_pieces(
-            x, y, g, offset, min(chunk_length, length - offset), batch, number, length, of_rows,
+            x, y, g, offset, min(chunk_length, length - offset), batch, number, length, given,
             weight, bias, rooms, streaming,
         )  # fmt: skip
         task = last_task(board, me)
@@ -292,18 +332,20 @@ def transform_rows(
 def _run_sums(dy, x, start, length, numbers, weight, to_weight, dweight, dbias, first):
     """Sums of dy * weight and dy * weight * v; adds to the gradients from `first` on.
 
-    They are added up even if nobody wants them: another loop might have other bits.
+    They are added up even if nobody wants them: another loop might have other bits. About zero
+    there are no sums of dy, which the mean and the bias are for.
     """
     mean, scale, shift = numbers
     total, products = as_accumulator(x, 0.0), as_accumulator(x, 0.0)
     for i in range(length):
         gradient = load(dy, start + i)
-        product = gradient * ((load(x, start + i) - mean) * scale + shift)
+        product = gradient * _normalized(load(x, start + i), mean, scale, shift)
         factor = load(weight, to_weight + i)
-        total = accumulate(total, gradient * factor)
         products = accumulate(products, product * factor)
         store(dweight, first + i, load_scratch(dweight, first + i) + product)
-        store(dbias, first + i, load_scratch(dbias, first + i) + gradient)
+        if mean is not None:
+            total = accumulate(total, gradient * factor)
+            store(dbias, first + i, load_scratch(dbias, first + i) + gradient)
     return total, products
 
 
@@ -322,15 +364,16 @@ def _two_sums(
     other_total, other_products = total, products
     for i in range(length):
         a, b = load(dy, start + i), load(other_dy, other_start + i)
-        v = (load(x, start + i) - mean) * scale + shift
-        u = (load(other_x, other_start + i) - other_mean) * other_scale + other_shift
+        v = _normalized(load(x, start + i), mean, scale, shift)
+        u = _normalized(load(other_x, other_start + i), other_mean, other_scale, other_shift)
         factor = load(weight, to_weight + i)
-        total = accumulate(total, a * factor)
         products = accumulate(products, a * v * factor)
-        other_total = accumulate(other_total, b * factor)
         other_products = accumulate(other_products, b * u * factor)
         store(dweight, first + i, load_scratch(dweight, first + i) + (a * v + b * u))
-        store(dbias, first + i, load_scratch(dbias, first + i) + (a + b))
+        if mean is not None:
+            total = accumulate(total, a * factor)
+            other_total = accumulate(other_total, b * factor)
+            store(dbias, first + i, load_scratch(dbias, first + i) + (a + b))
     return total, products, other_total, other_products
 
 
@@ -364,7 +407,9 @@ def _piece_sums(
             dy, x, start, size, numbers, weight, to_weight, dweight, dbias, first
         )
         return total, products, zero, zero
-    other_dy, other_x, other_start, other_numbers = nothing, nothing, 0, (zero, zero, zero)
+    other_dy, other_x, other_start = nothing, nothing, 0
+    none = unless_none(numbers[0], zero)
+    other_numbers = none, zero, none
     if other >= 0:
         other_dy, other_x, other_start = dy, x, other * length + offset
         other_numbers = coefficients(x, other, *statistics)
@@ -376,30 +421,32 @@ def _piece_sums(
 
 @device_function
 def _element_gradient(i, _, dy, x, mean, scale, shift, slope, offset, weight, to_weight):
-    normalized = (load(x, i) - mean) * scale + shift
-    factor = load(weight, i + to_weight) * scale
-    return load(dy, i) * factor + (normalized * slope + offset)
+    of_row = _normalized(load(x, i), mean, scale, shift) * slope
+    if mean is not None:
+        of_row += offset
+    return load(dy, i) * (load(weight, i + to_weight) * scale) + of_row
 
 
 @strict_function
-def slope_and_offset(x, row, inv_std, total, products, length, centered):
+def slope_and_offset(x, row, mean, inv_std, total, products, length):
     """What a row's sums add to dx, normalized * slope + offset."""
     scale = np.float64(load_scratch(inv_std, row))
     slope = as_accumulator(x, -scale * (products / length))
-    return slope, as_accumulator(x, -scale * (total / length) if centered else 0.0)
+    if mean is None:
+        return slope, as_accumulator(x, 0.0)
+    return slope, as_accumulator(x, -scale * (total / length))
 
 
 @device_function
 def _gradient(
-    dy, x, dx, start, end, row, g, length, statistics, total, products, centered, weight, streaming,
-    ahead,
-):  # fmt: skip
+    dy, x, dx, start, end, row, g, length, statistics, total, products, weight, streaming, ahead
+):
     """Dx of the elements [start, end), which are in a row with the given sums.
 
     What is so far `ahead` is fetched meanwhile, but for 0.
     """
     mean, scale, shift = coefficients(x, row, *statistics)
-    slope, offset = slope_and_offset(x, row, statistics[2], total, products, length, centered)
+    slope, offset = slope_and_offset(x, row, statistics[0], statistics[2], total, products, length)
     numbers = (dy, x, mean, scale, shift, slope, offset, weight, (g - row) * length)
     write(dx, 0, start, end, streaming, _element_gradient, numbers, 0, 0, dy, x, ahead)
 
@@ -444,7 +491,7 @@ def add_up_near(partials, inner, dweight, dbias):
 @partial(shared_kernel, last=add_up_near)
 def backward_rows(
     board, me, dy, x, dx, mean, residual, inv_std, weight, partials, dweight, dbias, streaming,
-    /, centered, inner, times, _outer,
+    /, inner, times, _outer,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one block of samples of one g.
@@ -493,13 +540,14 @@ def backward_rows(
             while this >= 0:  # a loop, so that the sweep is compiled once
                 _gradient(
                     dy, x, dx, this * length, (this + 1) * length, this, g, length, statistics,
-                    total, products, centered, weights, streaming, ahead,
+                    total, products, weights, streaming, ahead,
                 )  # fmt: skip
                 this, other = other, -1
                 total, products = other_total, other_products
         if partials.size:
             partials[task // number, 0, g * length : (g + 1) * length] = of_weight
-            partials[task // number, 1, g * length : (g + 1) * length] = of_bias
+            if mean is not None:
+                partials[task // number, 1, g * length : (g + 1) * length] = of_bias
         task = next_task(board, me)
 
 
@@ -538,17 +586,19 @@ def reduce_rows(
             for i in range(size):
                 term = np.float64(load_scratch(of_weight, i))
                 store(total_dweight, i, load_scratch(total_dweight, i) + term)
-                term = np.float64(load_scratch(of_bias, i))
-                store(total_dbias, i, load_scratch(total_dbias, i) + term)
+                if mean is not None:
+                    term = np.float64(load_scratch(of_bias, i))
+                    store(total_dbias, i, load_scratch(total_dbias, i) + term)
         start = g * length + offset
         dweight[start : start + size] = total_dweight[:size]
-        dbias[start : start + size] = total_dbias[:size]
+        if mean is not None:
+            dbias[start : start + size] = total_dbias[:size]
         task = next_task(board, me)
 
 
 @shared_kernel
 def gradient_rows(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, sums, centered, streaming, /,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sums, streaming, /,
     batch, number, length, chunk_length, pieces, block, blocks,
 ):  # fmt: skip
     """A task is one piece of a row; the last one goes first, being nearest."""
@@ -567,7 +617,7 @@ def gradient_rows(
         start = row * length + piece * chunk_length
         _gradient(
             dy, x, dx, start, min(start + chunk_length, (row + 1) * length), row, row % number,
-            length, statistics, total, products, centered, weight, streaming, 0,
+            length, statistics, total, products, weight, streaming, 0,
         )  # fmt: skip
         task = last_task(board, me)
 

@@ -6,7 +6,8 @@ vectors of so many lanes; the last of them ends where the piece does. Rows are t
 is done once for a row, divisions and a square root that wait for each other, is done for all of a
 lot side by side, between two sweeps over it.
 
-What a row becomes depends on the row alone, to the bit, and not on the rows around it.
+What a row becomes depends on the row alone, to the bit, and not on the rows around it. For
+statistics about zero there are kernels of their own, as of `rows`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .elements import (
     scratch,
     store,
 )
-from .rows import add_up_near, coefficients, laid_out, slope_and_offset
+from .rows import add_up_near, coefficients, laid_out, of_rows, slope_and_offset
 from .statistics import LOT_BYTES, corrected, moved_to_mean, pivot_at, save, together
 from .tasks import next_task, shared_kernel
 from .vectors import REGISTER_BYTES, WORD, Vectors
@@ -153,8 +154,10 @@ class _Row(Vectors):
         """Sums."""
         return self._each(self.builder.fadd, vectors, others)
 
-    def normalized(self, x, mean, scale, shift):
-        """(x - mean) * scale + shift."""
+    def normalized(self, x, mean, scale, shift, centered):
+        """(x - mean) * scale + shift, or x * scale."""
+        if not centered:
+            return self.times(x, self.splat(scale))
         deviations = self.less(x, self.splat(mean))
         return self.plus(self.times(deviations, self.splat(scale)), self.splat(shift))
 
@@ -206,6 +209,12 @@ def _sums_about(typing_context, x, where, center, lanes, vectors, apart):
     return types.UniTuple(number, 2)(x, where, number, *shape), generate
 
 
+def _numbers(x, mean):
+    """Types of what `coefficients` gives."""
+    number = accumulator(x.dtype)
+    return (types.none, number, types.none) if mean == types.none else (number,) * 3
+
+
 @intrinsic(prefer_literal=True)
 def _transform(
     typing_context, x, y, where, mean, scale, shift, weight, bias, to_weight, streaming,
@@ -215,18 +224,21 @@ def _transform(
 
     def generate(context, builder, signature, arguments):
         of_x, of_y, where, *numbers, of_weight, of_bias, first, streaming = arguments[:10]
-        row = _Row(context, builder, shape, where, numbers[0].type)
-        weights, biases = row.read(weight, of_weight, first), row.read(bias, of_bias, first)
+        row = _Row(context, builder, shape, where, numbers[1].type)
+        weights = row.read(weight, of_weight, first)
+        biases = row.read(bias, of_bias, first) if centered else []
         with row.piece() as start:
             # Before y is written, which may be x: the last vectors have elements in common.
-            normalized = row.normalized(row.read(x, of_x, start, before=True), *numbers)
-            result = row.plus(row.times(normalized, weights), biases)
+            of_piece = row.read(x, of_x, start, before=True)
+            result = row.times(row.normalized(of_piece, *numbers, centered), weights)
+            if centered:
+                result = row.plus(result, biases)
             row.write(y, of_y, start, result, streaming)
         return context.get_dummy_value()
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
+    shape, centered = (lanes, vectors, apart), bias != types.none
     return types.void(
-        x, y, where, number, number, number, weight, bias, types.intp, types.boolean, *shape
+        x, y, where, *_numbers(x, mean), weight, bias, types.intp, types.boolean, *shape
     ), generate
 
 
@@ -237,30 +249,34 @@ def _sums(
 ):  # fmt: skip
     """Sums of dy * weight and dy * weight * v over a row, where v is x normalized.
 
-    Adds dy * v to the `gradients`, vector by vector of a piece, and dy to those that follow.
+    Adds dy * v to the `gradients`, vector by vector of a piece, and dy to those that follow. About
+    zero there are no sums of dy.
     """
 
     def generate(context, builder, signature, arguments):
         of_dy, of_x, where, *numbers, of_weight, first, sums = arguments[:9]
-        row = _Row(context, builder, shape, where, numbers[0].type)
+        row = _Row(context, builder, shape, where, numbers[1].type)
 
         def terms(start):
             gradient = row.read(dy, of_dy, start)
-            normalized = row.normalized(row.read(x, of_x, start), *numbers)
-            return row.times(gradient, normalized), gradient
+            normalized = row.normalized(row.read(x, of_x, start), *numbers, centered)
+            product = row.times(gradient, normalized)
+            return [product, gradient] if centered else [product]
 
-        product, gradient = row.over_pieces(terms, 2)
-        places = [WORD(row.lanes * i) for i in range(2 * len(product))]
-        for place, term in zip(places, product + gradient, strict=True):
+        terms_of_row = row.over_pieces(terms, 2 if centered else 1)
+        for i, term in enumerate(chain(*terms_of_row)):
+            place = WORD(row.lanes * i)
             so_far = read_back(context, builder, gradients, sums, place, row.lanes)
             put(context, builder, gradients, sums, place, builder.fadd(so_far, term), False)
         factors = row.read(weight, of_weight, first)
-        totals = [row.sum(row.times(one, factors)) for one in (gradient, product)]
+        totals = [row.sum(row.times(one, factors)) for one in reversed(terms_of_row)]
+        if not centered:
+            totals.insert(0, ir.Constant(totals[0].type, 0.0))
         return context.make_tuple(builder, signature.return_type, totals)
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
+    number, shape, centered = accumulator(x.dtype), (lanes, vectors, apart), mean != types.none
     return types.UniTuple(number, 2)(
-        dy, x, where, number, number, number, weight, types.intp, gradients, *shape
+        dy, x, where, *_numbers(x, mean), weight, types.intp, gradients, *shape
     ), generate
 
 
@@ -274,21 +290,24 @@ def _gradient(
     def generate(context, builder, signature, arguments):
         of_dy, of_x, of_dx, where, mean, scale, shift = arguments[:7]
         slope, offset, of_weight, first, streaming = arguments[7:12]
-        row = _Row(context, builder, shape, where, mean.type)
+        row = _Row(context, builder, shape, where, scale.type)
         factors = row.times(row.read(weight, of_weight, first), row.splat(scale))
         with row.piece() as start:
             # Before dx is written, as in `_transform`.
             gradient = row.read(dy, of_dy, start, before=True)
-            normalized = row.normalized(row.read(x, of_x, start, before=True), mean, scale, shift)
-            of_row = row.plus(row.times(normalized, row.splat(slope)), row.splat(offset))
+            of_piece = row.read(x, of_x, start, before=True)
+            normalized = row.normalized(of_piece, mean, scale, shift, centered)
+            of_row = row.times(normalized, row.splat(slope))
+            if centered:
+                of_row = row.plus(of_row, row.splat(offset))
             result = row.plus(row.times(gradient, factors), of_row)
             row.write(dx, of_dx, start, result, streaming)
         return context.get_dummy_value()
 
-    number, shape = accumulator(x.dtype), (lanes, vectors, apart)
+    number, shape, centered = accumulator(x.dtype), (lanes, vectors, apart), mean != types.none
     return types.void(
-        dy, x, dx, where, number, number, number, number, number, weight, types.intp,
-        types.boolean, *shape,
+        dy, x, dx, where, *_numbers(x, mean), number, number, weight, types.intp, types.boolean,
+        *shape,
     ), generate  # fmt: skip
 
 
@@ -303,13 +322,13 @@ def _normalization(lanes, vectors, apart):
     @shared_kernel
     def normalize_short_rows(
         board, me, x, y, weight, bias, running_mean, running_var, eps, bessel, factor, statistics,
-        streaming, /, centered, times, outer,
+        streaming, /, times, outer,
         batch, number, length, chunk_length, pieces, block, blocks,
     ):  # fmt: skip
         """What `normalize_rows` does, with weight and bias in order."""
         weights = laid_out(x, weight, 1.0, number * length, times, False)
         biases = laid_out(x, bias, 0.0, number * length, times, False)
-        of_rows = (statistics[0], statistics[2], statistics[1])
+        given = of_rows(statistics, bias)
         size, stride = outer * length, number * length
         lot, count = together(x, size, LOT_BYTES), np.float64(size)
         centers, sums, zero = scratch(x, lot), np.empty((2, lot)), as_accumulator(x, 0.0)
@@ -323,7 +342,7 @@ def _normalization(lanes, vectors, apart):
             for first in range(task // number * block, last, lot):
                 rows = min(lot, last - first)
                 row, begin = first * number + g, first * outer * stride + g * length
-                if centered:
+                if bias is not None:
                     for i in range(rows):
                         start = begin + i * outer * stride
                         where, center = (start, length, outer, stride), pivot_at(x, start)
@@ -359,7 +378,7 @@ def _normalization(lanes, vectors, apart):
                     if streaming:
                         for piece in range(outer):
                             fetch(x, start + (lot * outer + piece) * stride, length)
-                    mean, scale, shift = coefficients(x, row + i * number, *of_rows)
+                    mean, scale, shift = coefficients(x, row + i * number, *given)
                     _transform(
                         x, y, (start, length, outer, stride), mean, scale, shift, weights, biases,
                         g * length, streams, lanes, vectors, apart,
@@ -387,12 +406,12 @@ def _backward(lanes, vectors, apart):
     @partial(shared_kernel, last=add_up_near)
     def backward_short_rows(
         board, me, dy, x, dx, mean, residual, inv_std, weight, partials, dweight, dbias, streaming,
-        /, centered, inner, times, outer,
+        /, inner, times, outer,
         batch, number, length, chunk_length, pieces, block, blocks,
     ):  # fmt: skip
         """What `backward_rows` does; without dx if that is empty."""
         weights = laid_out(x, weight, 1.0, number * length, times, False)
-        of_rows = (mean, residual, inv_std)
+        given = (mean, residual, inv_std)
         count, stride = outer * length, number * length
         lot, size = together(x, count, _BACKWARD_LOT), lanes * vectors
         of_parameters, numbers = scratch(x, 2 * size), scratch(x, (2, lot))
@@ -409,7 +428,7 @@ def _backward(lanes, vectors, apart):
                 rows = min(lot, last - first)
                 row, begin = first * number + g, first * outer * stride + g * length
                 for i in range(rows):
-                    center, scale, shift = coefficients(x, row + i * number, *of_rows)
+                    center, scale, shift = coefficients(x, row + i * number, *given)
                     total, product = _sums(
                         dy, x, (begin + i * outer * stride, length, outer, stride), center, scale,
                         shift, weights, g * length, of_parameters, lanes, vectors, apart,
@@ -418,13 +437,13 @@ def _backward(lanes, vectors, apart):
                     store(products, i, np.float64(product))
                 for i in range(rows):
                     slope, offset = slope_and_offset(
-                        x, row + i * number, inv_std, load_scratch(totals, i),
-                        load_scratch(products, i), count, centered,
+                        x, row + i * number, mean, inv_std, load_scratch(totals, i),
+                        load_scratch(products, i), count,
                     )  # fmt: skip
                     store(slopes, i, slope)
                     store(offsets, i, offset)
                 for i in range(rows if dx.size else 0):
-                    center, scale, shift = coefficients(x, row + i * number, *of_rows)
+                    center, scale, shift = coefficients(x, row + i * number, *given)
                     _gradient(
                         dy, x, dx, (begin + i * outer * stride, length, outer, stride), center,
                         scale, shift, load_scratch(slopes, i), load_scratch(offsets, i), weights,

@@ -515,7 +515,7 @@ def _fused(
         kernel, tasks = short or normalize_rows, cut.resident_tasks
         laid = lays_before(geometry, dtype)
         times, extents = 0 if laid else geometry.inner, row_extents(geometry)
-        arguments = (centered, times, geometry.outer, *extents, *cut.arguments)
+        arguments = (times, geometry.outer, *extents, *cut.arguments)
     else:
         merged = statistics_plan(geometry, dtype.itemsize)
         runs = by_runs(geometry, dtype.itemsize, merged, streaming)
@@ -529,24 +529,25 @@ def _fused(
     return _with_kernel(call, kernel, laid, tasks, arguments)
 
 
-def _parameters(call: _Call, x, weight, bias, geometry: Geometry):
-    """Weight and bias as a call's kernel takes them."""
+def _parameters(call: _Call, x, weight, bias, geometry: Geometry, centered=True):
+    """Weight and bias as a call's kernel takes them; None for a bias if there can be none."""
     dtype = call.dtype
     if call.laid:
         dealt = call.kernel is normalize_rows and are_dealt(x)
         return (
             row_parameter(weight, dtype, geometry, 1.0, 0.0, dealt),
-            row_parameter(bias, dtype, geometry, 0.0, 0.0, dealt),
+            row_parameter(bias, dtype, geometry, 0.0, 0.0, dealt) if centered else None,
         )
-    return parameter(weight, dtype), parameter(bias, dtype)
+    return parameter(weight, dtype), parameter(bias, dtype) if centered else None
 
 
 def _transform(
-    call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out
-):
+    call: _Call, x, given_mean, given_var, eps, statistics, weight, bias, geometry: Geometry, out,
+    centered=True,
+):  # fmt: skip
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
     _, _, nbytes, kernel, _, tasks, last, _ = call
-    weight, bias = _parameters(call, x, weight, bias, geometry)
+    weight, bias = _parameters(call, x, weight, bias, geometry, centered)
     last_ones: tuple[Any, Any] = nbytes > STREAMING_BYTES, last
     if kernel is _transform_runs:  # which streams nothing, but needs room for coefficients
         last_ones = statistics[-2:], last
@@ -624,7 +625,7 @@ def normalize(
         board, me = hire(tasks, nbytes)
         done = kernel.entry(
             board, me, tasks, x.ravel(), out.ravel(),
-            none if weight is None else weight, none if bias is None else bias,
+            none if weight is None else weight, none if bias is None and centered else bias,
             none if running_mean is None else running_mean,
             none if running_var is None else running_var,
             eps, scale, factor, statistics, nbytes > STREAMING_BYTES, last,
@@ -652,9 +653,9 @@ def normalize(
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
         call = _given(geometry, x.dtype, streaming)
-        _transform(call, x, none, none, eps, statistics, weight, bias, geometry, out)
+        _transform(call, x, none, none, eps, statistics, weight, bias, geometry, out, centered)
     else:
-        weight, bias = _parameters(call, x, weight, bias, geometry)
+        weight, bias = _parameters(call, x, weight, bias, geometry, centered)
         run(
             kernel, tasks, nbytes, x.ravel(), out.ravel(), weight, bias, mean, var, eps, scale,
             factor, statistics, nbytes > STREAMING_BYTES, last,
