@@ -272,6 +272,16 @@ def test_weight_offset(rng, dtype, offset):
         )
 
 
+@pytest.mark.parametrize("length", [32, 700, 40_000])  # in registers, near and in pieces
+def test_signs_of_zeros_in_rms_norm(length):
+    x = np.ones((3, length), np.float32)
+    x[:, ::2] = -0.0
+    weight = np.full(length, 2.0, np.float32)
+    y, _ = cunorm.rms_norm_forward(x, weight)
+    np.testing.assert_array_equal(np.signbit(y), np.signbit(x))
+    assert not y[:, ::2].any()
+
+
 def test_default_eps_of_rms_norm():
     """The machine epsilon of the accumulator type."""
     for dtype, eps in [(np.float16, 2.0**-23), (np.float32, 2.0**-23), (np.float64, 2.0**-52)]:

@@ -547,6 +547,7 @@ def _transform(
 ):  # fmt: skip
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
     _, _, nbytes, kernel, _, tasks, last, _ = call
+    centered = centered or kernel is not transform_rows  # of rows of one element others are told
     weight, bias = _parameters(call, x, weight, bias, geometry, centered)
     last_ones: tuple[Any, Any] = nbytes > STREAMING_BYTES, last
     if kernel is _transform_runs:  # which streams nothing, but needs room for coefficients
