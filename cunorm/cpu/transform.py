@@ -547,7 +547,8 @@ def _transform(
 ):  # fmt: skip
     """Transform with statistics as `save` writes them; from given ones, unless these are empty."""
     _, _, nbytes, kernel, _, tasks, last, _ = call
-    centered = centered or kernel is not transform_rows  # of rows of one element others are told
+    # Rows of one element have kernels of channels, which take a bias.
+    centered = centered or kernel is not transform_rows
     weight, bias = _parameters(call, x, weight, bias, geometry, centered)
     last_ones: tuple[Any, Any] = nbytes > STREAMING_BYTES, last
     if kernel is _transform_runs:  # which streams nothing, but needs room for coefficients
