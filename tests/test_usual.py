@@ -1,6 +1,7 @@
 """Usual arguments take a short way on the CPU: the results are those of the long one."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -157,9 +158,8 @@ def test_running_statistics_are_rounded_after_every_step(rng, shape, change):
 def test_byte_order_by_its_own_letter(rng, norm, dtype):
     """NumPy's own recipe for foreign data leaves arrays whose dtype says "<" and not "="."""
 
-    def named(array):
-        foreign = array.astype(array.dtype.newbyteorder("S"))
-        found = foreign.byteswap().view(foreign.dtype.newbyteorder())
+    def named(array):  # as a view: ml_dtypes 0.5 swaps the bytes of bfloat16 wrongly
+        found = array.view(array.dtype.newbyteorder("<" if sys.byteorder == "little" else ">"))
         assert found.dtype.isnative
         assert found.dtype.byteorder != array.dtype.byteorder
         return found

@@ -74,10 +74,12 @@ _WITHIN = {
 #: too large would count references to every array that they take, in atomic operations.
 device_function = njit(_nrt=False, **_WITHIN, **_OPTIONS)
 
-#: The same without contraction (to be said: else that of the caller is taken over): the same bits
-#: whatever code it is compiled into. Several kernels fold the same partial results and must
-#: agree about them.
+#: The options of an overload, or function, without contraction (to be said: else that of the caller
+#: is taken over).
 STRICT = {"forceinline": True, "_nrt": False, **_OPTIONS, "fastmath": False}
+
+#: A `device_function` without contraction: the same bits whatever code it is compiled into. Several
+#: kernels fold the same partial results and must agree about them.
 strict_function = njit(**(_WITHIN | STRICT))
 
 
