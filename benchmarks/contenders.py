@@ -7,7 +7,7 @@ without ``out=``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from shapes import Case
 import cunorm
 from cunorm.convolution import cudnn_missing
 
-__all__ = ["COPY", "FRESH", "OUT", "calls_of", "dtype_of"]
+__all__ = ["COPY", "FRESH", "OUT", "calls_of", "compile_kernels", "dtype_of"]
 
 OUT = "cunorm, out="
 FRESH = "cunorm"
@@ -32,12 +32,7 @@ def calls_of(case: Case, xp: Any, torch: Any, compiled: bool = False) -> Calls:
 
     `compiled`: torch.compile too, which takes seconds for every case.
     """
-    dtype = dtype_of(case)
-    x, dy = (_numbers(case.elements, seed, xp).reshape(case.shape).astype(dtype) for seed in (0, 1))
-    weight, bias = map(  # each on a GPU in memory of its own, which begins on a 16-byte boundary
-        xp.asarray,
-        np.random.default_rng(2).standard_normal((2, *case.parameters_shape), dtype=np.float32),
-    )
+    x, dy, weight, bias = _operands(case, xp)
     on_gpu = xp is not np
     calls: Calls = {}
     if torch is not None:
@@ -53,6 +48,25 @@ def calls_of(case: Case, xp: Any, torch: Any, compiled: bool = False) -> Calls:
     out = xp.zeros_like(x)
     calls[COPY] = lambda: xp.copyto(out, x)
     return calls | _cunorm(case, xp, x, dy, weight, bias, out)
+
+
+def compile_kernels(cases: Iterable[Case]) -> None:
+    """Compile all kernels that cunorm needs for these cases, for this process and later ones."""
+    for case in cases:
+        x, *others = _operands(case, np)
+        for call in _cunorm(case, np, x, *others, np.empty_like(x)).values():
+            call()
+
+
+def _operands(case: Case, xp: Any) -> tuple[Any, Any, Any, Any]:
+    """x, dy, weight and bias."""
+    dtype = dtype_of(case)
+    x, dy = (_numbers(case.elements, seed, xp).reshape(case.shape).astype(dtype) for seed in (0, 1))
+    weight, bias = map(  # each on a GPU in memory of its own, which begins on a 16-byte boundary
+        xp.asarray,
+        np.random.default_rng(2).standard_normal((2, *case.parameters_shape), dtype=np.float32),
+    )
+    return x, dy, weight, bias
 
 
 def dtype_of(case: Case) -> np.dtype:

@@ -15,9 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
+import os
 import re
+import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +44,24 @@ BASELINE = HERE / "baseline.json"
 
 #: What no cache that a process has for itself holds.
 LARGE = {"cpu": 32 << 20, "gpu": 64 << 20}
+
+
+#: Processes that compile; each has arrays of the largest cases.
+MOST_COMPILERS = 4
+
+
+def compile_all(cases: list[Case]) -> None:
+    """Compile the kernels of all cases on several cores: those that measure find them on disk."""
+    alike = defaultdict(list)  # cases that have kernels in common
+    for case in cases:
+        alike[case.norm, case.dtype, case.channel_axis].append(case)
+    longest_first = sorted(alike.values(), key=len, reverse=True)
+    number = min(MOST_COMPILERS, os.cpu_count() or 1, max(1, len(alike)))
+    ignoring = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # that is for this process
+    with multiprocessing.get_context("spawn").Pool(number, *ignoring) as pool:
+        compiled = pool.imap_unordered(contenders.compile_kernels, longest_first)
+        for _ in tqdm(compiled, "compiling", len(alike), unit="kind"):
+            pass
 
 
 def result_of(
@@ -147,6 +169,8 @@ def main() -> None:
     }
     name = f"{now:%Y-%m-%d}{'-full' if options.full else ''}"
     began = time.monotonic()
+    if not options.gpu:
+        compile_all([case for case in chosen if case in QUICK])  # of all it would take longer
     progress = tqdm(chosen, unit="case")
     try:
         for case in progress:

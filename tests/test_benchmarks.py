@@ -325,6 +325,7 @@ def test_interrupted_run(tmp_path, monkeypatch, capsys):
         return result(case, 1e-3, 2e-3, 8e-3)
 
     monkeypatch.setattr(run, "result_of", measured)
+    monkeypatch.setattr(run, "compile_all", lambda cases: None)  # noqa: ARG005
     monkeypatch.setattr(sys, "argv", ["run.py", "--output", str(tmp_path)])
     with pytest.raises(SystemExit, match=f"interrupted after 1 of {len(QUICK)} cases"):
         run.main()

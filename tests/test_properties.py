@@ -103,7 +103,7 @@ def samples(draw):
     return case, x, dy, None if absent == "weight" else weight, None if absent == "bias" else bias
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(samples())
 def test_by_sample(operands):
     case, x, dy, weight, bias = operands

@@ -8,11 +8,11 @@ import soak
 
 
 def test_random_calls():
-    outcomes = [soak.one_call(np.random.default_rng([0, number])) for number in range(400)]
+    outcomes = [soak.one_call(np.random.default_rng([0, number])) for number in range(200)]
     assert {name for name, _ in outcomes} == set(soak.CALLS)
     made = [outcome for _, outcome in outcomes]
-    assert made.count("done") > 150
-    assert made.count("refused") > 100
+    assert made.count("done") > 75
+    assert made.count("refused") > 50
 
 
 def test_what_is_changed_is_found(monkeypatch):

@@ -20,7 +20,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ..checks import statistics_dtype
 from ..geometry import Geometry
@@ -33,6 +32,7 @@ from .elements import (
     fetch_step,
     flush,
     follow,
+    inlined_function,
     kernel,
     laid_from,
     lay,
@@ -214,10 +214,10 @@ def _add_up(sums, inv_std, members, parameters, dweight, dbias):
 
 
 _add_up_samples = kernel(_add_up)
-_add_up_within = njit(inline="always")(_add_up)
+_add_up_within = inlined_function(_add_up)
 
 
-@njit(inline="always")
+@inlined_function
 def _add_up_near(both_sums, inv_std, members, parameters, batch, dweight, dbias):
     """The same of several samples; one's are written with its sums."""
     if batch > 1:

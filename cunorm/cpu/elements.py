@@ -74,6 +74,9 @@ _WITHIN = {
 #: too large would count references to every array that they take, in atomic operations.
 device_function = njit(_nrt=False, **_WITHIN, **_OPTIONS)
 
+#: The same for those that allocate arrays, or return one: these do count references.
+inlined_function = njit(**_WITHIN, **_OPTIONS)
+
 #: The options of an overload, or function, without contraction (to be said: else that of the caller
 #: is taken over).
 STRICT = {"forceinline": True, "_nrt": False, **_OPTIONS, "fastmath": False}
@@ -712,6 +715,17 @@ def follow(array, staged, end, start, stage):
         return staged
     flush(array, staged, end, stage)
     return start
+
+
+@device_function
+def copy_run(result, start, values, first, size):
+    """result[start : start + size] = values[first : first + size], both working arrays.
+
+    Of an assignment of slices the compiler would make more: the words of an error.
+    """
+    for i in range(size):
+        value = np.float64(load_scratch(values, first + i))
+        store(result, start + i, as_accumulator(result, value))
 
 
 def scratch(x, shape):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from ..checks import statistics_dtype
@@ -27,8 +27,10 @@ from .elements import (
     accumulate,
     are_dealt,
     as_accumulator,
+    copy_run,
     device_function,
     half_of,
+    inlined_function,
     lay,
     load,
     load_scratch,
@@ -105,7 +107,7 @@ def lays_before(geometry: Geometry, dtype: np.dtype) -> bool:
     return size * statistics_dtype(dtype).itemsize >= PARAMETER_BYTES
 
 
-@njit(inline="always")
+@inlined_function
 def laid_out(x, values, absent, size, times, dealt):
     """A parameter as `row_parameter` gives it, for a sample of this size; `times` 0: it is one."""
     if values is None or times == 0 or (times == 1 and values.size > 0 and not dealt):
@@ -208,7 +210,7 @@ def _coefficients(x, row, mean, residual, inv_std):
     return about_mean
 
 
-@njit(inline="always")
+@inlined_function
 def of_rows(statistics, bias):
     """Mean, residual and inv_std of rows as `coefficients` takes them."""
     return unless_none(bias, statistics[0]), unless_none(bias, statistics[2]), statistics[1]
@@ -476,7 +478,7 @@ def _add_up_some(partials, k, inner, result, first, number, totals):
         store(result, first + i, as_accumulator(result, total))
 
 
-@njit(inline="always")
+@inlined_function
 def add_up_near(partials, inner, dweight, dbias):
     """Gradients of the parameters from `partials`, as `add_up` has them; of one type."""
     most = max(1, _ADDED_ELEMENTS // inner)
@@ -545,9 +547,9 @@ def backward_rows(
                 this, other = other, -1
                 total, products = other_total, other_products
         if partials.size:
-            partials[task // number, 0, g * length : (g + 1) * length] = of_weight
+            copy_run(partials[task // number, 0], g * length, of_weight, 0, length)
             if mean is not None:
-                partials[task // number, 1, g * length : (g + 1) * length] = of_bias
+                copy_run(partials[task // number, 1], g * length, of_bias, 0, length)
         task = next_task(board, me)
 
 
@@ -590,9 +592,9 @@ def reduce_rows(
                     term = np.float64(load_scratch(of_bias, i))
                     store(total_dbias, i, load_scratch(total_dbias, i) + term)
         start = g * length + offset
-        dweight[start : start + size] = total_dweight[:size]
+        copy_run(dweight, start, total_dweight, 0, size)
         if mean is not None:
-            dbias[start : start + size] = total_dbias[:size]
+            copy_run(dbias, start, total_dbias, 0, size)
         task = next_task(board, me)
 
 

@@ -27,6 +27,7 @@ from .elements import (
     accumulator,
     as_accumulator,
     begins_line,
+    copy_run,
     device_function,
     fetch,
     load_scratch,
@@ -451,10 +452,11 @@ def _backward(lanes, vectors, apart):
                     )  # fmt: skip
             if partials.size:
                 for k in range(2):
-                    whole, end = size - lanes, (k + 1) * size
-                    result = partials[task // number, k, g * length : (g + 1) * length]
-                    result[:whole] = of_parameters[end - size : end - lanes]
-                    result[whole:] = of_parameters[end - (length - whole) : end]
+                    whole, first = size - lanes, k * size  # and the end of the last vector
+                    result, start = partials[task // number, k], g * length
+                    copy_run(result, start, of_parameters, first, whole)
+                    rest = length - whole
+                    copy_run(result, start + whole, of_parameters, first + size - rest, rest)
             task = next_task(board, me)
 
     return backward_short_rows

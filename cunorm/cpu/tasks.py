@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.callconv import RETCODE_OK
 from numba.extending import intrinsic
 
-from .elements import device_function, kernel
+from .elements import device_function, inlined_function, kernel
 
 __all__ = [
     "boards",
@@ -497,7 +497,7 @@ def shared_kernel(function: Any, first: Any = None, last: Any = None) -> Any:
     outer = (*names[:given], *["numbers"][: len(names) - given])
     values = dict(zip(names, inner, strict=True))
     scope = {"__name__": __name__, "share": _share, "again": _again}
-    scope |= {"own_board": _own_board, "deal": _deal, "body": njit(inline="always")(function)}
+    scope |= {"own_board": _own_board, "deal": _deal, "body": inlined_function(function)}
     calls = {"first": "pass", "last": "pass"}
     for name, called in (("first", first), ("last", last)):
         if called is not None:
