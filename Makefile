@@ -40,7 +40,7 @@ test-package: wheel
 
 RUNNER = hypothesis pytest pytest-timeout pytest-xdist
 PACKAGE_TESTS = $(addprefix tests/test_,kernel_cache.py package.py)
-# With the oldest versions what runs every kernel, but not in all shapes.
+# With the oldest versions what runs all kernels (but `squares_rows`), not in all shapes.
 CPU_TESTS = $(addprefix tests/test_,batch_norm.py concurrency.py conv_batch_norm.py double_backward.py elements.py entry.py \
 	errors.py fold_batch_norm.py gradients.py group_norm.py kept_memory.py layers.py memory.py numerics.py plan.py \
 	running_statistics.py scale_shift.py streaming.py sums.py usual.py)

@@ -170,7 +170,7 @@ def main() -> None:
     name = f"{now:%Y-%m-%d}{'-full' if options.full else ''}"
     began = time.monotonic()
     if not options.gpu:
-        compile_all([case for case in chosen if case in QUICK])  # of all it would take longer
+        compile_all([case for case in chosen if case in QUICK])  # of all: takes longer
     progress = tqdm(chosen, unit="case")
     try:
         for case in progress:
