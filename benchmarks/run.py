@@ -169,10 +169,10 @@ def main() -> None:
     }
     name = f"{now:%Y-%m-%d}{'-full' if options.full else ''}"
     began = time.monotonic()
-    if not options.gpu:
-        compile_all([case for case in chosen if case in QUICK])  # of all: takes longer
     progress = tqdm(chosen, unit="case")
     try:
+        if not options.gpu:  # nor for all cases, of which most compile nothing
+            compile_all([case for case in chosen if case in QUICK])
         for case in progress:
             progress.set_postfix_str(str(case))
             record["results"].append(result_of(case, xp, timer, options.compiled))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cases import DTYPES, check, group, layer, operands, rms
+from numba import njit
 
 from cunorm import get_num_threads
 from cunorm.cpu import backward, short_rows, transform
@@ -112,6 +113,29 @@ def test_pieces(rng, registers, size, shape, groups, dtype):
     np.testing.assert_array_equal(alone, y[3:4])
     case.forward(x, weight, bias, out=x)
     np.testing.assert_array_equal(x, y)
+
+
+@njit
+def _streams(y, length, lanes, follow):
+    return short_rows._streams(y, length, lanes, follow, True)
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "lanes", "whole", "follow"),
+    [
+        (0, 48, 8, True, True),  # bytes, elements, lanes; whether rows alone and in a row stream
+        (16, 48, 8, False, True),
+        (8, 48, 8, False, False),
+        (0, 40, 8, False, True),
+        (0, 44, 8, False, False),
+        (16, 32, 2, False, False),
+    ],
+)
+def test_which_are_written_past_the_caches(start, length, lanes, whole, follow):
+    memory = np.zeros(100, np.float32)
+    y = memory[(start - memory.ctypes.data) % 64 // 4 :]
+    assert _streams(y, length, lanes, False) == whole
+    assert _streams(y, length, lanes, True) == follow
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda d: np.dtype(d).name)

@@ -254,7 +254,7 @@ def test_columns_that_a_sweep_of_runs_follows(shape, dtype, streaming, apart):
     assert (backward._fused(geometry, dtype, True, 2, streaming) is None) == apart
 
 
-@pytest.mark.parametrize("offset", [0, 1, 5])
+@pytest.mark.parametrize("offset", [0, 1, 4, 8])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("length", [3, 32, 49, 128, 200, 513])
 def test_streamed_rows_have_the_same_bits(rng, monkeypatch, length, dtype, offset):

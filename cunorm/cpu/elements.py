@@ -207,13 +207,13 @@ def _narrow_vector(builder, dtype, vector):
 def put(context, builder, kind, array, index, vector, streaming):
     """What `store` does, of a vector for several neighbours.
 
-    What is streamed begins at a multiple of its size.
+    What is streamed begins at a multiple of its size, or of 16 bytes.
     """
     narrow = _narrow_vector(builder, kind.dtype, vector)
     address = _address(context, builder, kind, array, index)
     address = builder.bitcast(address, narrow.type.as_pointer())
     element = kind.dtype.bitwidth // 8
-    align = narrow.type.count * element if streaming else element
+    align = min(16, narrow.type.count * element) if streaming else element
     _emit_store(builder, narrow, address, streaming, align)
 
 
@@ -428,9 +428,9 @@ def _line_rest(array, i):
 
 
 @device_function
-def begins_line(array):
-    """Whether an array begins where a cache line does."""
-    return _line_rest(array, 0) == 0
+def begins_at(array, size):
+    """Whether an array begins at a multiple of so many bytes."""
+    return _address_of(array, 0) % size == 0
 
 
 @device_function

@@ -26,7 +26,7 @@ from ..geometry import Geometry
 from .elements import (
     accumulator,
     as_accumulator,
-    begins_line,
+    begins_at,
     copy_run,
     device_function,
     fetch,
@@ -313,9 +313,16 @@ def _gradient(
 
 
 @device_function
-def _streams(y, length, streaming):
-    """Whether rows are written past the caches: only whole cache lines are."""
-    return streaming and begins_line(y) and length * y.itemsize % 64 == 0
+def _streams(y, length, lanes, follow, streaming):
+    """Whether rows are written past the caches: only whole cache lines are.
+
+    Of rows that `follow` each other one may begin within a line that the one before has begun to
+    write, at a multiple of 16 bytes, if it is of whole vectors. (NumPy's large arrays begin so.)
+    """
+    if follow:
+        whole = lanes * y.itemsize % 16 == 0 and length % lanes == 0
+        return streaming and whole and begins_at(y, 16)
+    return streaming and length * y.itemsize % 64 == 0 and begins_at(y, 64)
 
 
 @cache
@@ -335,7 +342,7 @@ def _normalization(lanes, vectors, apart):
         centers, sums, zero = scratch(x, lot), np.empty((2, lot)), as_accumulator(x, 0.0)
         totals, squares = sums[0], sums[1]
         reciprocal = as_accumulator(x, 1.0 / count)
-        streams = _streams(y, length, streaming)
+        streams = _streams(y, length, lanes, number * outer == 1, streaming)
         task = next_task(board, me)
         while task >= 0:
             g = task % number
@@ -419,7 +426,7 @@ def _backward(lanes, vectors, apart):
         slopes, offsets = numbers[0], numbers[1]
         sums = np.empty((2, lot))
         totals, products = sums[0], sums[1]
-        streams = _streams(dx, length, streaming)
+        streams = _streams(dx, length, lanes, number * outer == 1, streaming)
         task = next_task(board, me)
         while task >= 0:
             g = task % number
