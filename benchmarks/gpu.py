@@ -3,11 +3,11 @@
     PYTHONPATH=. python benchmarks/gpu.py [--output FOLDER] [--minutes 9] [--only TEXT] [--full]
                                           [--no-tests] [--no-sanitizers]
 
-Runs the test suite on CuPy arrays, in as many processes as there are cores, a part of it under
-compute-sanitizer's memcheck and racecheck, then times all norms beside a copy of the same bytes,
-CuPy's own expression and, where they are installed, PyTorch with and without cuDNN and cuDNN's
-front end, interleaved, with CUDA events and a cold second-level cache. It needs the `test` extra;
-compute-sanitizer comes with CUDA.
+Runs the test suite on CuPy arrays, in as many processes as there are cores, and at the same time a
+part of it under compute-sanitizer's memcheck and racecheck, then times all norms beside a copy of
+the same bytes, CuPy's own expression and, where they are installed, PyTorch with and without cuDNN
+and cuDNN's front end, interleaved, with CUDA events and a cold second-level cache. It needs the
+`test` extra; compute-sanitizer comes with CUDA.
 Whatever is left when the minutes are over is left out, and said so. Results go into FOLDER
 (benchmarks/results/) as JSON with the device named, and are printed as a Markdown table.
 """
@@ -52,6 +52,10 @@ CASES = [
     *QUICK,
     *HUGE,
 ]
+
+
+#: Cases of so many elements are not compiled before, several at a time: they need the memory.
+HUGE_FROM = 1 << 28
 
 
 def host_times(cupy, torch):
@@ -99,16 +103,14 @@ def compile_kernels(case):
     cupy.cuda.runtime.deviceSynchronize()
 
 
-def compile_all(cases, seconds):
-    """Compile the kernels of all cases, in as many processes as there are cores.
+def compile_all(work, items, seconds):
+    """Do work that compiles kernels, in as many processes as there are cores.
 
     NVRTC compiles for one thread of a process at a time.
     """
-    small = [case for case in cases if case.elements < 1 << 28]  # the others need the memory
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(os.cpu_count(), context)
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
     try:
-        list(pool.map(compile_kernels, small, timeout=seconds))
+        list(pool.map(work, items, timeout=seconds))
     except BaseException:
         for process in multiprocessing.active_children():  # they would go on beside what comes
             process.kill()
@@ -117,25 +119,34 @@ def compile_all(cases, seconds):
         pool.shutdown(cancel_futures=True)
 
 
-def execute(command, log, seconds):
-    """Exit status of a command whose output goes to a file; the end of it is printed."""
-    if seconds < 5:
-        return "left out: no time"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, cwd=CHECKOUT, start_new_session=True
-        )
-        try:
-            status = process.wait(seconds)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # its children use the GPU, too
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            status = f"stopped after {seconds:.0f} s"
-    lines = log.read_text(errors="replace").splitlines()[-12:]
-    print(f"$ {' '.join(map(str, command))}\n" + "\n".join(lines), flush=True)
-    return status
+def execute(commands, folder, seconds):
+    """Exit statuses of commands by name, that run side by side.
+
+    What they print goes to files in a folder; the ends of these are printed.
+    """
+    deadline = time.monotonic() + seconds
+    processes, statuses = {}, {}
+    try:
+        for name, command in commands.items():
+            with (folder / f"{name}.log").open("w") as file:
+                processes[name] = subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, cwd=CHECKOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+        for name, process in processes.items():
+            try:
+                statuses[name] = process.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                statuses[name] = f"stopped after {seconds:.0f} s"
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its children use the GPU, too
+                process.wait()
+    for name, command in commands.items():
+        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()[-12:]
+        print(f"$ {' '.join(map(str, command))}\n" + "\n".join(lines), flush=True)
+    return statuses
 
 
 def main():
@@ -192,30 +203,29 @@ def main():
         finally:
             keep()
 
+    commands = {}
     if not options.no_tests:
-        record["status"]["tests"] = execute(
-            [*pytest, "-n", "auto", "--dist", "worksteal", "--maxfail", "200"],
-            options.output / "tests.log", 2 * left() / 3,
-        )  # fmt: skip
+        commands["tests"] = [*pytest, "-n", "auto", "--dist", "worksteal", "--maxfail", "200"]
     sanitizer = shutil.which("compute-sanitizer")
-    if not options.no_sanitizers:
-        os.environ["CUNORM_TEST_WITHOUT_POOL"] = "1"  # or overruns would stay within the pool
-        for tool in ("memcheck", "racecheck"):
-            if sanitizer is None:
-                record["status"][tool] = "left out: no compute-sanitizer found"
-                continue
-            record["status"][tool] = execute(
-                [sanitizer, "--tool", tool, "--error-exitcode", "9", *pytest,
-                 "tests/test_cuda_kernels.py", "-k", "test_candidate and float32"],
-                options.output / f"{tool}.log", min(left() / 3, 120),
-            )  # fmt: skip
+    if not options.no_sanitizers and sanitizer is None:
+        record["status"]["sanitizers"] = "left out: no compute-sanitizer found"
+    elif not options.no_sanitizers:
+        for tool, dtype in ("memcheck", "float32"), ("racecheck", "float16"):
+            commands[tool] = [
+                # Or overruns would stay within the pool.
+                "env", "CUNORM_TEST_WITHOUT_POOL=1",
+                sanitizer, "--tool", tool, "--error-exitcode", "9", *pytest,
+                "tests/test_cuda_kernels.py", "-k", f"test_candidate and {dtype}",
+            ]  # fmt: skip
+    record["status"] |= execute(commands, options.output, 2 * left() / 3)
     chosen = [*CASES, *FULL] if options.full else CASES
     chosen = [case for case in dict.fromkeys(chosen) if options.only in str(case)]
     keep()
     print(f"status: {record['status']}", flush=True)
     begin = time.monotonic()
     if left() > 45:
-        attempt("compiling", compile_all, chosen, left() - 30)
+        small = [case for case in chosen if case.elements < HUGE_FROM]
+        attempt("compiling", compile_all, compile_kernels, small, left() - 30)
     else:
         record["status"]["compiling"] = "left out: no time"
     print(f"kernels of {len(chosen)} cases: {time.monotonic() - begin:.0f} s", flush=True)

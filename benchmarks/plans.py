@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/plans.py NAME=VALUE[,NAME=VALUE] ... [--only TEXT] [--seconds 1]
 
-Every argument is a variant: numbers in `cunorm/cuda/launch.py` that are others then. All variants
-are timed on the cases of `gpu.py`, interleaved, with CUDA events and a cold second-level cache. The
-table has the time of the plans as they are, and that as a multiple of every variant's: above 1 the
-variant is faster.
+Every argument is a variant: numbers in `cunorm/cuda/launch.py` that are others then. All of them
+are compiled, in as many processes as there are cores, then timed on the cases of `gpu.py`,
+interleaved, with CUDA events and a cold second-level cache. The table has the time of the plans as
+they are, and that as a multiple of every variant's: above 1 the variant is faster.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import contenders
 import gpu
 import run
+from shapes import Case
 
 from cunorm import arrays
 from cunorm.cuda import launch
@@ -89,6 +91,13 @@ def ratios(
     return found
 
 
+def compile_variant(work: tuple[Case, Values]) -> None:
+    """Call all that cunorm does in a case with a variant's plans, so that kernels lie on disk."""
+    case, values = work
+    with planned_with(values):
+        gpu.compile_kernels(case)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("variants", nargs="+", type=values_of, help="NAME=VALUE[,NAME=VALUE]")
@@ -104,11 +113,14 @@ def main() -> None:
         ", ".join(f"{name} = {value}" for name, value in values.items()): values
         for values in options.variants
     }
+    chosen = [case for case in dict.fromkeys(gpu.CASES) if options.only in str(case)]
+    small = [case for case in chosen if case.elements < gpu.HUGE_FROM]
+    gpu.compile_all(compile_variant, list(product(small, ({}, *options.variants))), 300)
     timer = run.gpu_timer(options.seconds)
     print(f"| case | operation | time | {' | '.join(variants)} |")
     print("|---" * (3 + len(variants)) + "|")
     table = []
-    for case in dict.fromkeys(case for case in gpu.CASES if options.only in str(case)):
+    for case in chosen:
         calls = {
             operation: call
             for (operation, contender), call in contenders.calls_of(case, cupy, None).items()

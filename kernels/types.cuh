@@ -12,6 +12,7 @@
 //   GROUP        threads that share a statistic: 8, 16 or 32, or all of the block
 //   ACROSS       threads side by side along a row of columns; 1 for runs
 //   CLUSTER      blocks of a cluster, which share statistics; 1: no cluster
+//   AT_ONCE      blocks that the registers of a multiprocessor are to hold
 //   HEADER       bytes of shared memory before the elements that are kept there
 //   MERGED       1: neighbouring channels, `members` of them, share a statistic
 //   SPANS        parameters of runs: 0: one a run, of its channel; 1: they change between
@@ -63,14 +64,13 @@ constexpr int WARPS = THREADS / 32;
 constexpr bool BIASED = CENTERED || !SPANS;  // rows whose statistics are about zero have no bias
 constexpr int GROUP_LANES = GROUP < 32 ? GROUP : 32;  // of a warp that share a statistic
 
-// A multiprocessor's registers hold 512 threads of 128.
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
-// Of kernels that sum what they do not hold it holds 1024: where a block waits for memory, or for
-// other blocks, the next does not. Layouts and types that would spill so have as many registers as others.
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
+// Of kernels that sum what they do not hold it holds twice as many: where a block waits for memory, or
+// for other blocks, the next does not. Layouts and types that would spill so have as many registers as others.
 constexpr bool MANY_REGISTERS = COLUMNS || !ALIGNED || WIDE || sizeof(Element) * WIDTH == 2
                              || sizeof(Element) == 8;
 #define LEAN_KERNEL \
-    extern "C" __global__ void __launch_bounds__(THREADS, (MANY_REGISTERS ? 512 : 1024) / THREADS)
+    extern "C" __global__ void __launch_bounds__(THREADS, (MANY_REGISTERS ? 1 : 2) * AT_ONCE)
 #if CLUSTER > 1
 #define CLUSTER_KERNEL KERNEL __cluster_dims__(CLUSTER, 1, 1)
 #else

@@ -63,6 +63,7 @@ LAYOUTS = {
     "cached, unaligned": (channels(128, 128, 12321), _PLAIN),
     "cached, 64-bit": (channels(16, 512, 1 << 18), _PLAIN),
     "rows, part of a warp": (row_norm_geometry((131072, 128), 1), _PLAIN),
+    "rows, part of a warp about zero": (row_norm_geometry((131072, 128), 1), _PLAIN),
     "rows, block": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, about zero": (row_norm_geometry((16384, 4096), 1), _PLAIN),
     "rows, weights as x": (row_norm_geometry((16384, 4096), 1), _PLAIN),
@@ -70,6 +71,7 @@ LAYOUTS = {
     "rows, alone": (row_norm_geometry((64, 163840), 1), _PLAIN),
     "rows, stream": (row_norm_geometry((2, 1 << 22), 1), _PLAIN),
     "rows, odd": (row_norm_geometry((1024, 12321), 1), _PLAIN),
+    "rows, spans within": (group_norm_geometry((256, 512, 49), 1, 32), _PLAIN),
     "rows, spans": (group_norm_geometry((128, 256, 784), 1, 32), _PLAIN),
 }
 

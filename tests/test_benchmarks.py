@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
 import contenders  # noqa: E402
+import counters  # noqa: E402
 import errors  # noqa: E402
 import gpu  # noqa: E402
 import plans  # noqa: E402
@@ -192,8 +193,7 @@ def test_what_fails_on_a_gpu_is_put_down(tmp_path, monkeypatch, capsys, only, me
     monkeypatch.setitem(sys.modules, "cupy", FakeGPU())
     monkeypatch.setattr(gpu.arrays, "cuda_missing", lambda: None)
     monkeypatch.setattr(gpu.measure, "machine", lambda _: {"cunorm": "0"})
-    monkeypatch.setenv("CUNORM_TEST_WITHOUT_POOL", "1")  # it sets that itself
-    monkeypatch.setattr(gpu, "execute", lambda *_: 1)
+    monkeypatch.setattr(gpu, "execute", lambda commands, *_: dict.fromkeys(commands, 1))
     monkeypatch.setattr(gpu, "compile_all", fail)
     monkeypatch.setattr(gpu, "host_times", fail)
     monkeypatch.setattr(gpu.run, "torch", None)
@@ -226,9 +226,11 @@ def test_what_lasts_too_long_ends_with_its_children(tmp_path):
         print(child.pid, flush=True)
         child.wait()
     """)]  # fmt: skip
-    status = gpu.execute(command, tmp_path / "log", 8)
-    assert status == "stopped after 8 s"
-    process = Path("/proc", (tmp_path / "log").read_text().split()[0], "stat")
+    short = [sys.executable, "-c", "print('short'); raise SystemExit(3)"]
+    statuses = gpu.execute({"long": command, "short": short}, tmp_path, 8)
+    assert statuses == {"long": "stopped after 8 s", "short": 3}
+    assert (tmp_path / "short.log").read_text() == "short\n"
+    process = Path("/proc", (tmp_path / "long.log").read_text().split()[0], "stat")
     for _ in range(100):
         try:
             if process.read_text().split()[2] in "ZX":
@@ -287,6 +289,57 @@ def test_other_plans():
     assert blocks_of[0] == blocks() == before
     assert blocks_of[1] > 1.5 * before
     assert found == {"forward": [before, before / blocks_of[1]]}
+
+
+def test_variants_are_compiled_with_their_plans(monkeypatch):
+    found = []
+    monkeypatch.setattr(gpu, "compile_kernels", lambda case: found.append((case, launch._SHARING)))
+    plans.compile_variant((SMALL[0], {"_SHARING": 3}))
+    assert found == [(SMALL[0], 3)]
+    assert launch._SHARING == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ncu's stand-in is a script")
+@pytest.mark.parametrize("status", [0, 5])
+def test_counters_are_read_of_calls(tmp_path, monkeypatch, status):
+    """By what stands for ncu: a script that prints its arguments."""
+    ncu = tmp_path / "ncu"
+    ncu.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\nexit {status}\n')
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sys, "argv", ["counters.py", "--only", "RMS", "--output", str(tmp_path)])
+    if status:
+        with pytest.raises(SystemExit, match="--profile-from-start"):
+            counters.main()
+        return
+    counters.main()
+    called = (tmp_path / "counters-calls.txt").read_text().split("\n")
+    assert called[called.index("-o") + 1] == str(tmp_path / "counters")
+    assert called[-6:-1] == [sys.executable, counters.__file__, "--only", "RMS", "--call"]
+    for name in "counters.txt", "counters-source.csv":
+        assert str(tmp_path / "counters.ncu-rep") in (tmp_path / name).read_text().split("\n")
+
+
+def test_calls_whose_counters_are_read(monkeypatch, capsys):
+    """Are ours alone, once each."""
+    log = []
+    profiler = types.SimpleNamespace(
+        start=lambda: log.append("start"), stop=lambda: log.append("stop")
+    )
+    fake = FakeGPU()
+    fake.cuda.runtime.deviceSynchronize = lambda: None
+    fake.cuda.profiler = profiler
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+
+    def calls_of(*_):
+        names = contenders.OUT, contenders.FRESH, "PyTorch"
+        return {("forward", name): lambda name=name: log.append(name) for name in names}
+
+    monkeypatch.setattr(contenders, "calls_of", calls_of)
+    counters.call_all("RMS norm 16384")
+    chosen = [str(case) for case in dict.fromkeys(gpu.CASES) if "RMS norm 16384" in str(case)]
+    assert log == [contenders.OUT, "start", contenders.OUT, "stop"] * len(chosen)
+    assert capsys.readouterr().out == "".join(f"{name}, forward\n" for name in chosen)
 
 
 @pytest.mark.parametrize("text", ["_COLUMN_BLOCKS", "_COLUMN_BLOCKS=many", "_NOTHING=1", "plan=1"])

@@ -55,6 +55,7 @@ def force(monkeypatch, backend):
             monkeypatch.setattr(launch, "ELEMENTWISE", (launch._scattered,))
         monkeypatch.setattr(launch, "_MOST_THREADS", 64)
         monkeypatch.setattr(launch, "_MOST_THREADS_ALONE", 64)
+        monkeypatch.setattr(launch, "_MOST_ROW_THREADS", 64)
         monkeypatch.setattr(launch, "_STREAM_THREADS", 64)
         monkeypatch.setattr(launch, "_SMALL_BYTES", 1 << 30)  # however few the blocks
         # Two steps behind, in the cache of any device.

@@ -281,6 +281,27 @@ def test_clusters_are_as_many_as_run_at_a_time(rows, length, operands):
 
 
 @pytest.mark.parametrize(
+    ("operands", "centered", "dtype", "blocks"),
+    [
+        (1, False, DTYPES[1], 8),  # of 128 threads of 64 registers
+        (1, True, DTYPES[1], 5),
+        (1, True, DTYPES[2], 2),  # of 256 threads
+        (2, False, DTYPES[1], 5),
+        (2, True, DTYPES[1], 4),
+        (2, False, DTYPES[2], 3),
+        (2, False, DTYPES[3], 1),  # of 512 threads
+    ],
+)
+def test_as_many_threads_take_rows_as_need_no_spills(operands, centered, dtype, blocks):
+    """And as many blocks as run at a time, unless shared memory is short."""
+    geometry = row_norm_geometry((16384, 4096), 1)
+    made = launch.plan(geometry, dtype, operands, WHOLE, H200, centered)
+    assert options(made)["AT_ONCE"] == blocks
+    assert made.samples == -(-16384 // (132 * blocks))
+    assert made.shared <= H200.shared_per_multiprocessor // blocks - 1024
+
+
+@pytest.mark.parametrize(
     ("device", "megabytes", "operands", "lag"),
     [(H200, 8, 1, 2), (H200, 4, 2, 2), (H200, 3, 1, 5), (A100, 2, 1, 5), (RTX4090, 2, 2, 4)],
     ids=str,

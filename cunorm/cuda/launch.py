@@ -38,7 +38,7 @@ __all__ = [
 _TILES = {16: 4, 8: 4, 4: 8, 2: 16}
 
 # Whole warps of a block. Kernels take up to 128 registers a thread, so a multiprocessor
-# (65536 registers) holds 512 threads of any: in two blocks, or in one that has all of its
+# (65536 registers) holds 512 threads of most: in two blocks, or in one that has all of its
 # shared memory.
 _LEAST_THREADS = 64
 _MOST_THREADS = 256
@@ -59,6 +59,17 @@ _SCATTERED_COLUMN_TILES = 4  # since a block makes coefficients for all of its c
 # several meet for each row anyway, there are more of them, which wait for memory at the same time.
 _WARP_THREAD_BYTES = 128
 _BLOCK_THREAD_BYTES = 64
+
+# Threads that it holds of kernels that take rows in turns, whose warps wait for memory and for one
+# another at each row: as many as no register has to be spilled for. By inputs and bytes of an
+# element; where an access has one parameter, where statistics are about zero, elsewhere.
+_ROW_THREADS = {
+    (1, 2): (1024, 1024, 640),
+    (1, 4): (1024, 1024, 640),
+    (2, 2): (1024, 640, 512),
+    (2, 4): (1024, 768, 768),
+}
+_MOST_ROW_THREADS = 1024
 
 # Below this a block of its own for each statistic is fast, even if few blocks are at work:
 # one multiprocessor reads 64 KiB in about the time that a second launch takes.
@@ -309,6 +320,16 @@ def _unit(p: _Problem) -> int:
     return lcm(p.span, p.access.width) // p.access.width if _gradients(p) else 1
 
 
+def _row_threads(p: _Problem) -> int:
+    """Threads that a multiprocessor's registers hold of a kernel that takes rows in turns."""
+    numbers = _ROW_THREADS.get((p.operands, p.itemsize))
+    if numbers is None:
+        return _MOST_THREADS_ALONE
+    of_one, about_zero, elsewhere = numbers
+    found = of_one if _spans(p) == 1 else elsewhere if p.centered else about_zero
+    return min(found, _MOST_ROW_THREADS)
+
+
 def _at_once(device: Device, each: int, cluster: int) -> int:
     """Blocks, in clusters of so many, that run at a time, `each` on a multiprocessor."""
     number = device.multiprocessors
@@ -348,7 +369,7 @@ def _built(
         header = _ceil_div(header, 16) * 16
     tile_elements = tile * threads * width
     kept = (tiles - 1) * tile_elements * p.itemsize * p.operands if resident else 0
-    samples, sample_blocks = 0, 1
+    samples, sample_blocks, at_once = 0, 1, max(1, _MOST_THREADS_ALONE // threads)
     if p.span > 0 and (p.operands > 1 or (resident and shelves == 2)):  # rows in turns
         # Of gradients, a number of each element, or of each access whose elements share parameters.
         gradients = tile * threads * (width if _spans(p) > 1 else 1) * max(4, p.itemsize)
@@ -362,8 +383,9 @@ def _built(
         turn = threads // group  # samples that a block takes at a time
         # As many blocks as run at the same time, and no more: each has much to do.
         room = p.device.shared_per_multiprocessor // (header + kept + _RESERVED_SHARED)
-        at_once = max(1, min(_MOST_THREADS_ALONE // threads, room))
-        wanted = max(1, _at_once(p.device, at_once, cluster) // (number * parts))
+        at_once = max(1, _row_threads(p) // threads)
+        running = _at_once(p.device, max(1, min(at_once, room)), cluster)
+        wanted = max(1, running // (number * parts))
         turns = _ceil_div(batch, turn)
         waves = _ceil_div(turns, wanted * _MOST_SAMPLES)
         samples = _ceil_div(turns, wanted * waves) * turn
@@ -388,6 +410,7 @@ def _built(
         "GROUP": group,
         "ACROSS": across,
         "CLUSTER": cluster,
+        "AT_ONCE": at_once,
         "HEADER": header,
         "MERGED": int(resident and members > 1),
         "SPANS": _spans(p),
@@ -778,7 +801,7 @@ def adding(columns: int, dtype: np.dtype, numbers: int) -> Launch:
         "THREADS": threads,
         "GROUP": threads,
         **dict.fromkeys(
-            ("WIDTH", "ALIGNED", "TILE", "ACROSS", "CLUSTER", "CENTERED", "SHELVES"), 1
+            ("WIDTH", "ALIGNED", "TILE", "ACROSS", "CLUSTER", "AT_ONCE", "CENTERED", "SHELVES"), 1
         ),
         **dict.fromkeys(("COLUMNS", "HEADER", "MERGED", "SPANS", "PARAMETERS"), 0),
     }
