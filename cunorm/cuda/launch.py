@@ -38,12 +38,13 @@ __all__ = [
 _TILES = {16: 4, 8: 4, 4: 8, 2: 16}
 
 # Whole warps of a block. Kernels take up to 128 registers a thread, so a multiprocessor
-# (65536 registers) holds 512 threads of most: in two blocks, or in one that has all of its
-# shared memory.
+# (65536 registers) holds 512 threads of most at a time: in two blocks, or in one that has all of
+# its shared memory.
 _LEAST_THREADS = 64
 _MOST_THREADS = 256
 _SHARING = 2  # blocks that have the shared memory of a multiprocessor
 _MOST_THREADS_ALONE = 512
+_THREADS_AT_A_TIME = 512
 
 # Columns: a row of a block is 128 bytes, a line of the second-level cache; two rows of
 # 64 bytes where that keeps more multiprocessors busy.
@@ -60,12 +61,12 @@ _SCATTERED_COLUMN_TILES = 4  # since a block makes coefficients for all of its c
 _WARP_THREAD_BYTES = 128
 _BLOCK_THREAD_BYTES = 64
 
-# Threads that it holds of kernels that take rows in turns, whose warps wait for memory and for one
+# Threads at a time of kernels that take rows in turns, whose warps wait for memory and for one
 # another at each row: as many as no register has to be spilled for. By inputs and bytes of an
 # element; where an access has one parameter, where statistics are about zero, elsewhere.
 _ROW_THREADS = {
     (1, 2): (1024, 1024, 640),
-    (1, 4): (1024, 1024, 640),
+    (1, 4): (1024, 768, 512),
     (2, 2): (1024, 640, 512),
     (2, 4): (1024, 768, 768),
 }
@@ -324,7 +325,7 @@ def _row_threads(p: _Problem) -> int:
     """Threads that a multiprocessor's registers hold of a kernel that takes rows in turns."""
     numbers = _ROW_THREADS.get((p.operands, p.itemsize))
     if numbers is None:
-        return _MOST_THREADS_ALONE
+        return _THREADS_AT_A_TIME
     of_one, about_zero, elsewhere = numbers
     found = of_one if _spans(p) == 1 else elsewhere if p.centered else about_zero
     return min(found, _MOST_ROW_THREADS)
@@ -369,7 +370,7 @@ def _built(
         header = _ceil_div(header, 16) * 16
     tile_elements = tile * threads * width
     kept = (tiles - 1) * tile_elements * p.itemsize * p.operands if resident else 0
-    samples, sample_blocks, at_once = 0, 1, max(1, _MOST_THREADS_ALONE // threads)
+    samples, sample_blocks, at_once = 0, 1, max(1, _THREADS_AT_A_TIME // threads)
     if p.span > 0 and (p.operands > 1 or (resident and shelves == 2)):  # rows in turns
         # Of gradients, a number of each element, or of each access whose elements share parameters.
         gradients = tile * threads * (width if _spans(p) > 1 else 1) * max(4, p.itemsize)
