@@ -212,7 +212,7 @@ class Harness:
             assert kernels, f"no kernel found in {file}"
             lines = ['#include "harness.hpp"', *defines, f'#include "{file}"', *kernels]
             main.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            # What it needs of libraries the process has, as `runtime` does: linking them takes time.
+            # What it needs of libraries the process has; to link them takes time.
             self._compile(target, main, "-shared", "-nostdlib")
         library = self._libraries[file, options] = ctypes.CDLL(str(target))
         return library
