@@ -144,6 +144,41 @@ def test_large_columns_have_the_same_bits_wherever_they_lie(rng, channels, dtype
     np.testing.assert_allclose(results[0][1], reference.mean(axis=0), rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "shape", [(70, 256, 64), (6, 2, 98304), (20001, 64), (2500, 512), (1300, 1000), (650, 2016)]
+)
+def test_what_is_summed_and_written_in_one_loop_has_the_same_bits(rng, monkeypatch, shape, dtype):
+    """Given statistics, arrays larger than a near cache; also into dy or x itself."""
+    number = "float64" if dtype == "float64" else "float32"
+    dy, x = rng.standard_normal((2, *shape)).astype(dtype)
+    dy[dy < -1] = -0.0
+    weight, mean, var = rng.uniform(0.5, 2, (3, shape[1])).astype(number)
+    _, saved = cunorm.batch_norm_forward(x, weight, None, mean, var, training=False)
+    assert x.nbytes > backward._READ_ON_BYTES
+
+    def gradients(least, offset, into=None):
+        for module in (transform, backward):
+            monkeypatch.setattr(module, "STREAMING_BYTES", least)
+        (_, of_y), (_, data), (memory, out) = (_placed(one, offset) for one in (dy, x, 0 * x))
+        memory[...] = 7
+        out = {"dy": of_y, "x": data}.get(into, out)
+        found = cunorm.batch_norm_backward(of_y, data, saved, weight, out=out)
+        assert found[0] is out
+        if into is None:
+            found = out.copy(), *found[1:]
+            out[...] = 7
+            assert (memory == 7).all()
+        return [one.view(f"u{one.itemsize}") for one in found]
+
+    expected = gradients(1 << 40, 0)
+    step = 16 // x.itemsize
+    ways = [(0, None), (1, None), (2, None), (step, None), (step, "dy"), (0, "x"), (2, "x")]
+    for offset, into in ways:
+        for one, other in zip(gradients(0, offset, into), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):

@@ -65,6 +65,41 @@ def test_sums_of_runs(rng, all_sums, dtype):
         assert (np.abs(found[0] - terms.sum(axis=1)) <= bound).all(), length
 
 
+@pytest.mark.parametrize("registers", [32, 64])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_sums_of_runs_that_are_scaled(rng, monkeypatch, dtype, registers):
+    """The same bits as without; what is scaled may be where the elements were."""
+    monkeypatch.setattr(sums, "REGISTER_BYTES", registers)
+    kind, view, number = KINDS[dtype]
+    center, scale = number(0.3), number(1.7)
+
+    @njit(fastmath={"contract"})
+    def compiled(dy, x, dx, start, length, center, scale):
+        return (
+            sums.sums_with(dy, x, start, length, center),
+            sums.sums_with_scaled(dy, x, dx, start, length, center, scale),
+        )
+
+    line = 64 // np.dtype(kind).itemsize
+    start = line // 4  # 16 bytes from where arrays begin
+    for lines in (*range(1, 20), 100):
+        length = lines * line
+        values = rng.normal(1, 2, (2, length + line)).astype(kind)
+        values[0, ::5] = -0.0
+        run = slice(start, start + length)
+        scaled = (values[0].astype(number) * scale + number(0)).astype(kind)
+        for place in range(3):
+            arrays = [*values.copy(), np.full(length + line, 7, kind)]
+            expected = arrays[place].copy()
+            expected[run] = scaled[run]
+            dy, x = (one.view(view) for one in arrays[:2])
+            dx = arrays[place].view(view)
+            assert dx.ctypes.data % 16 == 0
+            without, found = compiled(dy, x, dx, start, length, center, scale)
+            assert found == without
+            np.testing.assert_array_equal(dx, expected.view(view))
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 def test_infinite_elements_of_runs(all_sums, dtype):
     """What the last vector has again counts for nothing, be it infinite."""

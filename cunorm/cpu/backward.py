@@ -26,7 +26,9 @@ from ..geometry import Geometry
 from .elements import (
     LINE_ELEMENTS,
     accumulate,
+    are_dealt,
     as_accumulator,
+    begins_at,
     device_function,
     fetch,
     fetch_step,
@@ -44,6 +46,8 @@ from .elements import (
     scratch,
     stage_size,
     store,
+    store_streaming,
+    streams_rows,
     strict_function,
     way_ahead,
     write_on,
@@ -92,7 +96,7 @@ from .rows import (
 )
 from .short_rows import short_backward
 from .statistics import NONE, optional, parameter, residual_times
-from .sums import sums_with
+from .sums import sums_with, sums_with_scaled
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
 from .transform import STREAMING_BYTES, columns_transform, run_transform
@@ -264,6 +268,10 @@ def _segments_sums(
     of_dy, of_dy_xmu = sums[0], sums[1]
     sums[:, :] = 0.0
     staged = end = starts[0]
+    at_once = False  # whole vectors, read and written in one loop
+    if dx is not None:
+        streams = dx.size > 0 and streaming and begins_at(dx, 16)
+        at_once = streams and stage.size == 0 and inner * dx.itemsize % 64 == 0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
         for r in range(row, row + rows):
@@ -272,10 +280,15 @@ def _segments_sums(
                 if outer > 1 and length == inner:
                     prefetch(dy, start + stride, length)
                     prefetch(x, start + stride, length)
-                sum_dy, sum_dy_xmu = sums_with(dy, x, start, length, load_scratch(means, i))
+                if dx is not None and at_once:
+                    sum_dy, sum_dy_xmu = sums_with_scaled(
+                        dy, x, dx, start, length, load_scratch(means, i), load_scratch(scales, i)
+                    )
+                else:
+                    sum_dy, sum_dy_xmu = sums_with(dy, x, start, length, load_scratch(means, i))
                 store(of_dy, i, load_scratch(of_dy, i) + sum_dy)
                 store(of_dy_xmu, i, load_scratch(of_dy_xmu, i) + sum_dy_xmu)
-                if dx is not None and dx.size:
+                if dx is not None and dx.size and not at_once:
                     scale = load_scratch(scales, i)
                     staged = follow(dx, staged, end, start, stage)
                     end = start + length
@@ -500,13 +513,16 @@ def _lead_back(sums, to_p, width, lead):
 
 
 @device_function
-def _row_reduce(dy, x, start, first, last, to_p, mean, sum_dy, sum_dy_xmu):
+def _row_reduce(dy, x, dx, put, start, first, last, to_p, mean, scale, zero, sum_dy, sum_dy_xmu):
+    """Add a row to both sums; dx, if it is not None, becomes dy * scale, written with `put`."""
     for p in range(first, last):
         q = p + to_p
         gradient = load(dy, start + p)
         centered = load(x, start + p) - load_scratch(mean, q)
         store(sum_dy, q, load_scratch(sum_dy, q) + gradient)
         store(sum_dy_xmu, q, load_scratch(sum_dy_xmu, q) + gradient * centered)
+        if dx is not None:
+            put(dx, start + p, gradient * load_scratch(scale, q) + zero)
 
 
 @device_function
@@ -521,11 +537,13 @@ def _two_rows(dy, x, a, b, start, length, mean, sum_dy, sum_dy_xmu):
 
 @device_function
 def _columns_chunk(
-    dy, x, start, stride, rows, width, lead, mean, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu
-):
+    dy, x, dx, start, stride, rows, width, lead, mean, scale, sum_dy, sum_dy_xmu,
+    total_dy, total_dy_xmu,
+):  # fmt: skip
     """Add `rows` rows in the accumulator type, then to the float64 totals.
 
     Two of them at a time (but see `_reads_on`), one after the other: the bits are the same.
+    If dx is not None, rows are read on, and it becomes dy * scale, past the caches.
     """
     zero, to_p = as_accumulator(x, 0.0), laid_from(lead)
     for p in range(to_p, to_p + width + lead):
@@ -549,7 +567,11 @@ def _columns_chunk(
         _two_rows(dy, x, a, b, whole, width - whole, mean, sum_dy, sum_dy_xmu)
     for row in range(-1 if on else twos, rows):
         first, last = _row_range(row, rows, width, lead, on)
-        _row_reduce(dy, x, start + row * stride, first, last, to_p, mean, sum_dy, sum_dy_xmu)
+        numbers = (start + row * stride, first, last, to_p, mean, scale, zero, sum_dy, sum_dy_xmu)
+        if dx is not None and last - first == width:
+            _row_reduce(dy, x, dx, store_streaming, *numbers)
+        else:
+            _row_reduce(dy, x, dx, store, *numbers)
     if on:
         _lead_back(sum_dy, to_p, width, lead)
         _lead_back(sum_dy_xmu, to_p, width, lead)
@@ -568,7 +590,17 @@ def _columns_reduce(
 
     If there is a dx, it becomes dy * scale while that is near.
     """
-    lead = row_lead(x, start, stride, _reads_on(x, stride, width))
+    on = _reads_on(x, stride, width)
+    streams = dx is not None and dx.size > 0 and streaming and not are_dealt(dx)
+    at_once = on and streams and streams_rows(dx, start, stride)
+    moved_scale = scale
+    if at_once:
+        lead = row_lead(dx, start, stride, True)
+        if lead > 0:
+            moved_scale = rooms[0]
+            lay_in_order(scale, moved_scale, width, lead)
+    else:
+        lead = row_lead(x, start, stride, on)
     if lead > 0:
         lay_in_order(mean, moved_mean, width, lead)
         mean = moved_mean
@@ -578,10 +610,11 @@ def _columns_reduce(
     for chunk in range(columns_chunks(rows, tail_width, chunk_rows)):
         row, height, positions = columns_chunk(chunk, rows, width, tail_width, chunk_rows)
         first = start + row * stride
-        _columns_chunk(
-            dy, x, first, stride, height, positions, lead, mean,
-            sum_dy, sum_dy_xmu, total_dy, total_dy_xmu,
-        )  # fmt: skip
+        known = (lead, mean, moved_scale, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu)
+        if at_once and row < rows:
+            _columns_chunk(dy, x, dx, first, stride, height, positions, *known)
+            continue
+        _columns_chunk(dy, x, None, first, stride, height, positions, *known)
         if dx is not None and dx.size:
             columns_transform(
                 dy, dx, first, stride, height, positions, 0, zero, scale, zero,

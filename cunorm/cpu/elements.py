@@ -528,14 +528,21 @@ def write(
 
 
 @device_function
+def streams_rows(y, start, stride):
+    """Whether all rows begin in the same place of a cache line, an even number before the next.
+
+    They do but in parts of arrays.
+    """
+    return stride * y.itemsize % 64 == 0 and _line_rest(y, start) % 2 == 0
+
+
+@device_function
 def row_lead(y, start, stride, streaming):
     """How many positions of a row come before a cache line begins, where streaming does.
 
-    0 if nothing is streamed, or that differs from row to row or is odd, which does not happen
-    but to parts of arrays.
+    0 if nothing is streamed, or not all of them can be (see `streams_rows`).
     """
-    lead = _line_rest(y, start)
-    return lead if streaming and stride * y.itemsize % 64 == 0 and lead % 2 == 0 else 0
+    return _line_rest(y, start) if streaming and streams_rows(y, start, stride) else 0
 
 
 @device_function

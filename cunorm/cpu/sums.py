@@ -12,10 +12,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .elements import accumulator, read
+from .elements import accumulator, put, read
 from .vectors import REGISTER_BYTES, WORD, Vectors
 
-__all__ = ["SAMPLED", "sum_about", "sum_of_sample", "sums_about", "sums_with"]
+__all__ = ["SAMPLED", "sum_about", "sum_of_sample", "sums_about", "sums_with", "sums_with_scaled"]
 
 # A vector has so many bytes in memory, but fits a register when widened; and so many are summed
 # side by side, since an addition takes as long as several can be begun in.
@@ -36,6 +36,8 @@ class _Writer(Vectors):
     vectors.
     """
 
+    before = False  # whether elements are read before a store that may change them
+
     def __init__(self, context, builder, signature, arguments, terms, number_of_terms, lanes=0):
         *arrays, self.start, self.length, self.center = arguments
         self.context = context
@@ -50,10 +52,14 @@ class _Writer(Vectors):
         """The terms of elements from an offset in the run on."""
         index = self.builder.add(self.start, offset)
         elements = [
-            read(self.context, self.builder, kind, array, index, lanes)
+            read(self.context, self.builder, kind, array, index, lanes, self.before)
             for kind, array in self.arrays
         ]
+        self.pass_on(index, elements)
         return self.terms(self.builder, elements, center)
+
+    def pass_on(self, index, elements):
+        """Do what else is done with elements from an index on."""
 
     def add(self, totals, terms):
         """Add terms to what some addresses hold."""
@@ -61,8 +67,8 @@ class _Writer(Vectors):
             new = self.builder.fadd(self.builder.load(total), term, flags=("contract",))
             self.builder.store(new, total)
 
-    def add_vectors(self, chains, center):
-        """Add the terms of all whole vectors, and of one that ends where the run does."""
+    def add_whole(self, chains, center):
+        """Add the terms of all whole vectors to the first chain; where they end."""
         builder, lanes = self.builder, self.lanes
         step = WORD(lanes * len(chains))
         many, whole = (builder.and_(self.length, WORD(-of)) for of in (lanes * len(chains), lanes))
@@ -75,23 +81,44 @@ class _Writer(Vectors):
             self.add(totals, [builder.load(total) for total in other])
         with cgutils.for_range_slice(builder, many, whole, WORD(lanes)) as (offset, _):
             self.add(totals, self.terms_at(offset, center, lanes))
+        return whole
+
+    def add_vectors(self, chains, center):
+        """The same, and those of one more vector, which ends where the run does."""
+        builder, lanes = self.builder, self.lanes
+        whole = self.add_whole(chains, center)
         with builder.if_then(builder.icmp_signed("<", whole, self.length)):
             offset = builder.sub(self.length, WORD(lanes))
             terms = self.terms_at(offset, center, lanes)
-            self.add(totals, self.without_first(terms, builder.sub(whole, offset)))
+            self.add(chains[0], self.without_first(terms, builder.sub(whole, offset)))
+
+    def chains(self):
+        """Where vectors of sums are added up, side by side; they are zero."""
+        builder, nothing = self.builder, ir.Constant(self.vector, [0.0] * self.lanes)
+        terms = range(self.number_of_terms)
+        chains = [
+            [cgutils.alloca_once(builder, self.vector) for _ in terms] for _ in range(_CHAINS)
+        ]
+        for totals in chains:
+            for total in totals:
+                builder.store(nothing, total)
+        return chains
+
+    def write_whole(self):
+        """The sums of a run of whole vectors."""
+        chains = self.chains()
+        self.add_whole(chains, self.splat(self.center))
+        return [self.over_lanes(self.builder.load(total)) for total in chains[0]]
 
     def write(self):
         """The sums."""
-        builder, nothing = self.builder, ir.Constant(self.vector, [0.0] * self.lanes)
+        builder = self.builder
         sums = [cgutils.alloca_once(builder, self.number) for _ in range(self.number_of_terms)]
-        chains = [[cgutils.alloca_once(builder, self.vector) for _ in sums] for _ in range(_CHAINS)]
         center = self.splat(self.center)
         long = builder.icmp_signed(">=", self.length, WORD(self.lanes))
         with builder.if_else(long, likely=True) as (in_vectors, one_by_one):
             with in_vectors:
-                for totals in chains:
-                    for total in totals:
-                        builder.store(nothing, total)
+                chains = self.chains()
                 self.add_vectors(chains, center)
                 for place, total in zip(sums, chains[0], strict=True):
                     builder.store(self.over_lanes(builder.load(total)), place)
@@ -172,3 +199,34 @@ def sums_with(typing_context, dy, x, start, length, center):
 
     number = accumulator(x.dtype)
     return types.UniTuple(number, 2)(dy, x, types.intp, types.intp, number), generate
+
+
+class _Scaler(_Writer):
+    """Of whole vectors. Times a scale those of the first array go to an output past the caches."""
+
+    before = True  # the output may be any of the arrays
+
+    def __init__(self, context, builder, signature, arguments, terms, number_of_terms, output):
+        super().__init__(context, builder, signature, arguments, terms, number_of_terms)
+        self.kind, self.output, scale = output
+        self.scale = self.splat(scale)
+
+    def pass_on(self, index, elements):
+        zero = ir.Constant(self.vector, [0.0] * self.lanes)
+        scaled = self.builder.fadd(self.builder.fmul(elements[0], self.scale), zero)
+        put(self.context, self.builder, self.kind, self.output, index, scaled, True)
+
+
+@intrinsic
+def sums_with_scaled(typing_context, dy, x, dx, start, length, center, scale):
+    """`sums_with` of a run of whole vectors; dx[i] = dy[i] * scale, written past the caches."""
+
+    def generate(context, builder, signature, arguments):
+        output = signature.args[2], arguments[2], arguments[6]
+        first = [*arguments[:2], *arguments[3:6]]
+        sums = _Scaler(context, builder, signature, first, _multiplied, 2, output).write_whole()
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    number = accumulator(x.dtype)
+    whole = types.intp, types.intp, number, number
+    return types.UniTuple(number, 2)(dy, x, dx, *whole), generate
