@@ -114,8 +114,7 @@ def main() -> None:
         for values in options.variants
     }
     chosen = [case for case in dict.fromkeys(gpu.CASES) if options.only in str(case)]
-    small = [case for case in chosen if case.elements < gpu.HUGE_FROM]
-    gpu.compile_all(compile_variant, list(product(small, ({}, *options.variants))), 300)
+    gpu.compile_all(compile_variant, list(product(chosen, ({}, *options.variants))), 300)
     timer = run.gpu_timer(options.seconds)
     print(f"| case | operation | time | {' | '.join(variants)} |")
     print("|---" * (3 + len(variants)) + "|")

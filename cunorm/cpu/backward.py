@@ -591,16 +591,16 @@ def _columns_reduce(
     If there is a dx, it becomes dy * scale while that is near.
     """
     on = _reads_on(x, stride, width)
-    streams = dx is not None and dx.size > 0 and streaming and not are_dealt(dx)
-    at_once = on and streams and streams_rows(dx, start, stride)
-    moved_scale = scale
-    if at_once:
-        lead = row_lead(dx, start, stride, True)
-        if lead > 0:
-            moved_scale = rooms[0]
-            lay_in_order(scale, moved_scale, width, lead)
-    else:
-        lead = row_lead(x, start, stride, on)
+    lead = row_lead(x, start, stride, on)
+    at_once, moved_scale = False, scale  # whether dx is written in the loop that sums
+    if dx is not None:
+        streams = dx.size > 0 and streaming and not are_dealt(dx)
+        at_once = streams and on and streams_rows(dx, start, stride)
+        if at_once:
+            lead = row_lead(dx, start, stride, True)
+            if lead > 0:
+                moved_scale = rooms[0]
+                lay_in_order(scale, moved_scale, width, lead)
     if lead > 0:
         lay_in_order(mean, moved_mean, width, lead)
         mean = moved_mean
@@ -611,7 +611,7 @@ def _columns_reduce(
         row, height, positions = columns_chunk(chunk, rows, width, tail_width, chunk_rows)
         first = start + row * stride
         known = (lead, mean, moved_scale, sum_dy, sum_dy_xmu, total_dy, total_dy_xmu)
-        if at_once and row < rows:
+        if dx is not None and at_once and row < rows:
             _columns_chunk(dy, x, dx, first, stride, height, positions, *known)
             continue
         _columns_chunk(dy, x, None, first, stride, height, positions, *known)
