@@ -70,20 +70,21 @@ _WITHIN = {
     "pipeline_class": InlinedCompiler,
 }  # fmt: skip
 
-#: A function that kernels call, compiled into them. Calls of those that the compiler thinks
+#: Of functions that kernels call, compiled into them. Calls of those that the compiler thinks
 #: too large would count references to every array that they take, in atomic operations.
-device_function = njit(_nrt=False, **_WITHIN, **_OPTIONS)
+DEVICE = {"_nrt": False, **_WITHIN, **_OPTIONS}
+
+device_function = njit(**DEVICE)
 
 #: The same for those that allocate arrays, or return one: these do count references.
 inlined_function = njit(**_WITHIN, **_OPTIONS)
 
-#: The options of an overload, or function, without contraction (to be said: else that of the caller
-#: is taken over).
-STRICT = {"forceinline": True, "_nrt": False, **_OPTIONS, "fastmath": False}
+#: The options of a function without contraction (to be said: an overload else takes over its
+#: caller's): the same bits whatever code it is compiled into. Several kernels fold the same partial
+#: results and must agree about them.
+STRICT = {**DEVICE, "fastmath": False}
 
-#: A `device_function` without contraction: the same bits whatever code it is compiled into. Several
-#: kernels fold the same partial results and must agree about them.
-strict_function = njit(**(_WITHIN | STRICT))
+strict_function = njit(**STRICT)
 
 
 def kernel(function, source=None):
@@ -465,7 +466,7 @@ def sweep(put, y, to_y, start, end, element, arguments, to_p, half):
     raise TypeError("for kernels only")
 
 
-@overload(sweep, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+@overload(sweep, jit_options=DEVICE)
 def _sweep(put, y, to_y, start, end, element, arguments, to_p, half):
     if y.dtype != _BFLOAT16:
 
@@ -609,7 +610,7 @@ def lay(y, values, room, width, lead):
     raise TypeError("for kernels only")
 
 
-@overload(lay, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+@overload(lay, jit_options=DEVICE)
 def _lay(y, values, room, width, lead):
     if y.dtype != _BFLOAT16:
 
@@ -666,7 +667,7 @@ def write_run(y, start, end, element, arguments):
     raise TypeError("for kernels only")
 
 
-@overload(write_run, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+@overload(write_run, jit_options=DEVICE)
 def _write_run(y, start, end, element, arguments):
     if y.dtype != _FLOAT16:
 
@@ -743,7 +744,7 @@ def scratch(x, shape):
     raise TypeError("for kernels only")
 
 
-@overload(scratch)
+@overload(scratch, jit_options={**_WITHIN, **_OPTIONS})
 def _scratch(x, shape):
     dtype = np.float64 if x.dtype == types.float64 else np.float32
     line = 64 // np.dtype(dtype).itemsize
@@ -777,7 +778,7 @@ def are_dealt(array: np.ndarray) -> bool:
     return array.itemsize == 2 and array.dtype != _HALF
 
 
-@overload(are_dealt, jit_options={"forceinline": True, "_nrt": False, **_OPTIONS})
+@overload(are_dealt, jit_options=DEVICE)
 def _are_dealt(array):
     if array.dtype == _BFLOAT16:
         return lambda array: True  # noqa: ARG005
