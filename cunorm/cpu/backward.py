@@ -43,6 +43,7 @@ from .elements import (
     load_scratch,
     prefetch,
     row_lead,
+    same_place,
     scratch,
     stage_size,
     store,
@@ -594,7 +595,9 @@ def _columns_reduce(
     lead = row_lead(x, start, stride, on)
     at_once, moved_scale = False, scale  # whether dx is written in the loop that sums
     if dx is not None:
-        streams = dx.size > 0 and streaming and not are_dealt(dx)
+        # Not into x: dx does not depend on x, and what is said of inputs lets a compiler write it
+        # before the same element of x is read.
+        streams = dx.size > 0 and streaming and not (are_dealt(dx) or same_place(dx, x))
         at_once = streams and on and streams_rows(dx, start, stride)
         if at_once:
             lead = row_lead(dx, start, stride, True)

@@ -435,6 +435,12 @@ def begins_at(array, size):
 
 
 @device_function
+def same_place(first, second):
+    """Whether two arrays begin in the same place."""
+    return _address_of(first, 0) == _address_of(second, 0)
+
+
+@device_function
 def streaming_range(array, start, end, streaming):
     """The part of [start, end) to write with `store_streaming`; may be empty.
 
