@@ -160,7 +160,9 @@ def test_what_is_summed_and_written_in_one_loop_has_the_same_bits(rng, monkeypat
     def gradients(least, offset, into=None):
         for module in (transform, backward):
             monkeypatch.setattr(module, "STREAMING_BYTES", least)
-        (_, of_y), (_, data), (memory, out) = (_placed(one, offset) for one in (dy, x, 0 * x))
+        (_, of_y), (_, data), (memory, out) = (
+            _placed(one, offset) for one in (dy, x, np.zeros_like(x))
+        )
         memory[...] = 7
         out = {"dy": of_y, "x": data}.get(into, out)
         found = cunorm.batch_norm_backward(of_y, data, saved, weight, out=out)
