@@ -67,23 +67,25 @@ _OPTIONS = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
 #: Of functions that Python does not call, but are inlined into those that it does.
 _WITHIN = {
     "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
-    "pipeline_class": InlinedCompiler,
+    "pipeline_class": InlinedCompiler, **_OPTIONS,
 }  # fmt: skip
 
-#: Of functions that kernels call, compiled into them. Calls of those that the compiler thinks
-#: too large would count references to every array that they take, in atomic operations.
-DEVICE = {"_nrt": False, **_WITHIN, **_OPTIONS}
+#: Of those that do not count references: calls of functions that the compiler thinks too large
+#: would count them to every array that they take, in atomic operations.
+DEVICE = {"_nrt": False, **_WITHIN}
 
+#: A function that kernels call, compiled into them.
 device_function = njit(**DEVICE)
 
 #: The same for those that allocate arrays, or return one: these do count references.
-inlined_function = njit(**_WITHIN, **_OPTIONS)
+inlined_function = njit(**_WITHIN)
 
 #: The options of a function without contraction (to be said: an overload else takes over its
 #: caller's): the same bits whatever code it is compiled into. Several kernels fold the same partial
 #: results and must agree about them.
 STRICT = {**DEVICE, "fastmath": False}
 
+#: A `device_function` without contraction.
 strict_function = njit(**STRICT)
 
 
@@ -750,7 +752,7 @@ def scratch(x, shape):
     raise TypeError("for kernels only")
 
 
-@overload(scratch, jit_options={**_WITHIN, **_OPTIONS})
+@overload(scratch, jit_options=_WITHIN)
 def _scratch(x, shape):
     dtype = np.float64 if x.dtype == types.float64 else np.float32
     line = 64 // np.dtype(dtype).itemsize
