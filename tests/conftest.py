@@ -149,6 +149,7 @@ def _cut_for_cpu(monkeypatch, resident, streaming):
         "_TASK_BYTES": 256,
         "_RESIDENT_CHANNEL_BYTES": size,
         "_RESIDENT_RUNS_BYTES": size,
+        "_BLOCK_BYTES": size,
         "_RESIDENT_COLUMNS_BYTES": size,
         "_TWICE_PIECES": 1 << 40,
     }.items():

@@ -29,7 +29,7 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
         assert cut.chunk_rows * cut.chunk_length <= plan._SEGMENT_CHUNK
         assert (cut.parts - 1) * cut.part_chunks < chunks <= cut.parts * cut.part_chunks
         assert cut.tasks == -(-group // cut.block) * cut.parts
-        assert cut.block == 1 or cut.block * geometry.count * itemsize <= plan._RESIDENT_RUNS_BYTES
+        assert cut.block == 1 or cut.block * geometry.count * itemsize <= plan._BLOCK_BYTES
         bytes_near = geometry.count * itemsize * operands
         assert cut.resident == (bytes_near <= plan._RESIDENT_CHANNEL_BYTES)
     else:
@@ -93,11 +93,19 @@ def test_stretches_cover_memory_in_whole_lines(outer, group, inner, itemsize):
         ((1, 1024, 48), 1, 2, 170),  # a task's worth
     ],
 )
-def test_blocks_of_channels(threads, shape, operands, number, block):
+def test_blocks_of_channels(monkeypatch, shape, operands, number, block):
     """Runs of neighbouring channels are read in turns, as long as all threads are busy."""
-    threads(number)
-    cut = plan.plan(batch_norm_geometry(shape, 1), 4, operands)
+    monkeypatch.setattr(plan, "_BLOCK_BYTES", 2 << 20)
+    cut = plan._segments.__wrapped__(batch_norm_geometry(shape, 1), 4, operands, number)
     assert (cut.block, cut.resident_tasks) == (block, -(-shape[1] // block))
+
+
+@pytest.mark.parametrize(("operands", "block"), [(1, 2), (2, 1)])
+def test_blocks_of_a_second_level_cache(monkeypatch, operands, block):
+    """They are as large as it allows, where they are to stay there."""
+    monkeypatch.setattr(plan, "_BLOCK_BYTES", 512 << 10)
+    cut = plan._segments.__wrapped__(batch_norm_geometry((64, 256, 28, 28), 1), 4, operands, 2)
+    assert cut.block == block
 
 
 def test_small_arrays_use_several_threads():
@@ -370,9 +378,10 @@ def test_last_level_cache(monkeypatch, tmp_path):
 
     assert 0 < transform.STREAMING_BYTES <= 64 << 20
     assert 2 << 20 <= plan._RESIDENT_CHANNEL_BYTES <= 12 << 20
-    monkeypatch.setattr(memory, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(memory, "_CACHES", tmp_path)
     unknown = 128 << 20, 4 << 20
     assert memory.last_level_cache() == unknown
+    (tmp_path / "index3").mkdir()
     for size, shared, expected in (
         ("32768K\n", "0-1\n", (32 << 20, 16 << 20)),
         ("32768K\n", "0-7,64-71\n", (32 << 20, 2 << 20)),
@@ -380,6 +389,20 @@ def test_last_level_cache(monkeypatch, tmp_path):
         ("much", "0\n", unknown),
         ("4096K\n", "", unknown),
     ):
-        (tmp_path / "size").write_text(size)
-        (tmp_path / "shared_cpu_list").write_text(shared)
+        (tmp_path / "index3" / "size").write_text(size)
+        (tmp_path / "index3" / "shared_cpu_list").write_text(shared)
         assert memory.last_level_cache() == expected
+
+
+def test_second_level_cache(monkeypatch, tmp_path):
+    """As Linux says it; elsewhere, and for nonsense, that of many processors."""
+    from cunorm.cpu import memory
+
+    assert plan._BLOCK_BYTES == 2 << 20 or plan._SECOND_LEVEL_BYTES == 4 * plan._BLOCK_BYTES
+    assert plan.FETCHED_BLOCK_BYTES >= plan._BLOCK_BYTES
+    monkeypatch.setattr(memory, "_CACHES", tmp_path)
+    assert memory.second_level_cache() == 1 << 20
+    (tmp_path / "index2").mkdir()
+    for size, expected in (("2048K\n", 2 << 20), ("512K\n", 512 << 10), ("much", 1 << 20)):
+        (tmp_path / "index2" / "size").write_text(size)
+        assert memory.second_level_cache() == expected

@@ -72,6 +72,7 @@ from .pieces import (
     task_runs,
 )
 from .plan import (
+    FETCHED_BLOCK_BYTES,
     Columns,
     Rows,
     Runs,
@@ -380,11 +381,12 @@ def _gradient_segments(
 
 
 @strict_function
-def _take_shares(x, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, coefficients):
-    """Every channel's scale, slope and offset, in so many rows."""
-    scales, slopes, offsets = coefficients[0], coefficients[1], coefficients[2]
-    for i in range(scales.size):
+def _take_shares(x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, known):
+    """Every channel's mean, scale, slope and offset, in so many rows."""
+    means, scales, slopes, offsets = known[0], known[1], known[2], known[3]
+    for i in range(inv_std.size):
         slope, offset = _share(x, i, 1, i, residual, inv_std, weight, sum_dy, sum_dy_xmu, count)
+        store(means, i, load_scratch(mean, i))
         store(scales, i, _scale(x, i, i, inv_std, weight))
         store(slopes, i, slope)
         store(offsets, i, offset)
@@ -397,13 +399,18 @@ def _write_gradient(start, end, channel, dy, x, dx, mean, scales, slopes, offset
     write_run(dx, start, end, _gradient, numbers)
 
 
-@partial(shared_kernel, first=_take_shares)
+@shared_kernel
 def _gradient_runs(
-    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count,
-    coefficients, /, total, group, inner, runs,
+    board, me, dy, x, dx, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, _,
+    /, total, group, inner, runs,
 ):  # fmt: skip
-    """A task is some whole runs, each of one channel; the last ones go first, being nearest."""
-    arguments = (dy, x, dx, mean, coefficients[0], coefficients[1], coefficients[2])
+    """A task is some whole runs, each of one channel; the last ones go first, being nearest.
+
+    Each thread works out the channels' numbers, as in `_transform_runs`.
+    """
+    known = scratch(x, (4, group))
+    _take_shares(x, mean, residual, inv_std, weight, sum_dy, sum_dy_xmu, count, known)
+    arguments = (dy, x, dx, known[0], known[1], known[2], known[3])
     task = last_task(board, me)
     while task >= 0:
         task_runs(task, runs, total, group, inner, _write_gradient, arguments)
@@ -425,7 +432,8 @@ def _backward_segments(
     sums, part_sums = np.empty((2, channels)), np.empty((2, channels))
     of_dy, of_dy_xmu = sums[0], sums[1]
     stage = np.empty(stage_size(dx, inner, streaming), dx.dtype)
-    ahead = channels * inner if outer > 1 else way_ahead(x)  # the next block, or lines
+    near = 2 * channels * outer * inner * x.itemsize <= FETCHED_BLOCK_BYTES
+    ahead = near * channels * inner if outer > 1 else way_ahead(x)  # the next block, or lines
     task = next_task(board, me)
     while task >= 0:
         first = task * channels
@@ -1060,16 +1068,13 @@ def input_gradient(
     cut = gradient_plan(geometry, x.itemsize, streaming)
     if isinstance(cut, Runs):
         kernel, tasks, last = _gradient_runs, cut.tasks, numbers(*cut.arguments)
-        arguments.append(np.empty((3, geometry.statistics), dtype))
-    else:
-        arguments.append(streaming)
-    if isinstance(cut, Segments):
+    elif isinstance(cut, Segments):
         tasks, stretch = stretches(geometry, x.itemsize)
         kernel, last = _gradient_segments, numbers(*geometry, stretch)
     elif isinstance(cut, Columns):
         last = numbers(*_extents(cut, geometry), *cut.arguments)
         kernel, tasks = _gradient_columns, cut.tasks
-    run(kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), *arguments, last)
+    run(kernel, tasks, nbytes, dy.ravel(), x.ravel(), out.ravel(), *arguments, streaming, last)
 
 
 def backward(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty", "empty_like", "last_level_cache"]
+__all__ = ["empty", "empty_like", "last_level_cache", "second_level_cache"]
 
 # Smaller arrays are the C library's, which keeps memory of up to 32 MB itself.
 LARGE_BYTES = 16 << 20
@@ -98,12 +98,23 @@ def _map(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def second_level_cache() -> int:
+    """Bytes of the second-level cache; where the system does not say, those of many."""
+    try:
+        return int((_CACHES / "index2" / "size").read_text().removesuffix("K\n")) << 10
+    except (OSError, ValueError):
+        return 1 << 20
+
+
 def last_level_cache() -> tuple[int, int]:
     """(bytes, bytes for each processor that shares it) of the third-level cache.
 
     Where the system does not say, those of many.
     """
-    folder = Path("/sys/devices/system/cpu/cpu0/cache/index3")
+    folder = _CACHES / "index3"
     try:
         size = int((folder / "size").read_text().removesuffix("K\n")) << 10
         shared = (folder / "shared_cpu_list").read_text().strip()  # 0-7,64-71

@@ -49,6 +49,7 @@ from .pieces import (
     task_runs,
 )
 from .plan import (
+    FETCHED_BLOCK_BYTES,
     Columns,
     Rows,
     Runs,
@@ -129,13 +130,14 @@ def run_transform(x, y, start, end, mean, scale, shift, streaming, stage, staged
 
 
 @strict_function
-def _take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias, coefficients):
-    """`take_given`, then every statistic's scale and shift into two rows."""
+def _take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias, known):
+    """`take_given`, then every statistic's mean, scale and shift into the last of `known` rows."""
     take_given(given_mean, given_var, eps, statistics)
-    inv_std, residual = statistics[1], statistics[2]
-    scales, shifts = coefficients[0], coefficients[1]
+    mean, inv_std, residual = statistics[0], statistics[1], statistics[2]
+    means, scales, shifts = known[3], known[4], known[5]
     for i in range(inv_std.size):
         scale, shift = _coefficients(x, i, i, residual, inv_std, weight, bias)
+        store(means, i, load_scratch(mean, i))
         store(scales, i, scale)
         store(shifts, i, shift)
 
@@ -147,13 +149,21 @@ def _write_transformed(start, end, channel, x, y, mean, scales, shifts):
     write_run(y, start, end, _transformed, numbers)
 
 
-@partial(shared_kernel, first=_take_coefficients)
+@shared_kernel
 def _transform_runs(
-    board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, coefficients,
+    board, me, x, y, given_mean, given_var, eps, statistics, weight, bias, _,
     /, total, group, inner, runs,
 ):  # fmt: skip
-    """A task is some whole runs, each of one channel; the last ones go first, being nearest."""
-    arguments = (x, y, statistics[0], coefficients[0], coefficients[1])
+    """A task is some whole runs, each of one channel; the last ones go first, being nearest.
+
+    Each thread works out the channels' numbers: to fetch another's from its cache takes longer.
+    """
+    known = scratch(x, (6, group))
+    if me == 0 or given_mean.size == 0:
+        _take_coefficients(x, given_mean, given_var, eps, statistics, weight, bias, known)
+    else:
+        _take_coefficients(x, given_mean, given_var, eps, known, weight, bias, known)
+    arguments = (x, y, known[3], known[4], known[5])
     task = last_task(board, me)
     while task >= 0:
         task_runs(task, runs, total, group, inner, _write_transformed, arguments)
@@ -208,10 +218,11 @@ def _normalize_segments(
     means, scales, shifts = coefficients[0], coefficients[1], coefficients[2]
     length = inner // members
     stage = np.empty(stage_size(y, length, streaming), y.dtype)
-    # What is fetched while a block is written: the next block, but where a stage is the next row,
-    # and in float32 that is read on and on the next lines.
+    # What is fetched while a block is written: the next block, if that is not too large, but where
+    # a stage is the next row, and in float32 that is read on and on the next lines.
     if outer > 1:
-        ahead = group * inner if stage.size else block * inner
+        near = block * outer * inner * x.itemsize <= FETCHED_BLOCK_BYTES
+        ahead = group * inner if stage.size else near * block * inner
     else:
         ahead = block * inner if x.itemsize == 2 else way_ahead(x)
     task = next_task(board, me)
@@ -493,8 +504,7 @@ def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
     else:
         kernel, tasks = _transform_columns, cut.tasks
         arguments = (*geometry[4:], *geometry.merged()[:4], *cut.arguments)
-    number = 5 if isinstance(cut, Runs) else 3  # the last two are for `_take_coefficients`
-    call = _call(geometry, dtype, number)
+    call = _call(geometry, dtype, 3)
     return _with_kernel(call, kernel, isinstance(cut, Rows), tasks, arguments)
 
 
@@ -503,7 +513,7 @@ def _fused(
     geometry: Geometry, dtype: np.dtype, centered: bool, threads: int, streaming: bool
 ) -> _Call:
     """To normalize whole statistics while they are near; no kernel if that is not to be."""
-    apart = _call(geometry, dtype, 6)  # the last two are for `_take_coefficients`
+    apart = _call(geometry, dtype, 4)
     cut = plan(geometry, dtype.itemsize, 1, centered)
     short = short_normalization(geometry, dtype.itemsize)
     if short and geometry.outer > 1:
@@ -550,12 +560,9 @@ def _transform(
     # Rows of one element have kernels of channels, which take a bias.
     centered = centered or kernel is not transform_rows
     weight, bias = _parameters(call, x, weight, bias, geometry, centered)
-    last_ones: tuple[Any, Any] = nbytes > STREAMING_BYTES, last
-    if kernel is _transform_runs:  # which streams nothing, but needs room for coefficients
-        last_ones = statistics[-2:], last
     run(
         kernel, tasks, nbytes, x.ravel(), out.ravel(), given_mean, given_var, eps, statistics,
-        weight, bias, *last_ones,
+        weight, bias, nbytes > STREAMING_BYTES, last,
     )  # fmt: skip
 
 
@@ -590,7 +597,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
         done = kernel.entry(
             board, me, tasks, x.ravel(), out.ravel(), running_mean, running_var, eps, statistics,
             none if weight is None else weight, none if bias is None else bias,
-            statistics[-2:] if kernel is _transform_runs else nbytes > STREAMING_BYTES, last,
+            nbytes > STREAMING_BYTES, last,
         )  # fmt: skip
         if done is not NotImplemented:
             if board:
