@@ -15,6 +15,7 @@ import os
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
@@ -23,6 +24,7 @@ from numba.extending import intrinsic, overload
 
 from .entry import Kernel
 from .inlined import InlinedCompiler
+from .vectors import Vectors
 
 if hasattr(os, "register_at_fork"):
     # A child forked while another thread compiles would inherit a compiler lock
@@ -58,6 +60,9 @@ _SECOND_LEVEL = 2
 _FLOAT16 = types.uint16
 _BFLOAT16 = types.int16
 _HALF = np.dtype(np.float16)
+
+# Where there are float16 instructions, LLVM writes vectors of float16 past no cache.
+_HAS_HALF_VECTORS = get_host_cpu_features().get("avx512fp16", False)
 
 #: What every kernel and every function it calls is compiled with. Contraction
 #: to fused multiply-adds is the only liberty: reassociation would turn
@@ -207,12 +212,28 @@ def _narrow_vector(builder, dtype, vector):
     return vector
 
 
+def _streamable(context, builder, kind, array, narrow):
+    """What is to be streamed into an array, as integers for the compiler as well.
+
+    They may have bits that are always 0, which a compiler cannot know: no array has 2^48 elements.
+    """
+    if kind.dtype != _FLOAT16 or not _HAS_HALF_VECTORS:
+        return narrow
+    size = context.make_array(kind)(context, builder, array).nitems
+    zero = builder.trunc(builder.lshr(size, size.type(48)), ir.IntType(16))
+    if isinstance(narrow.type, ir.VectorType):
+        zero = Vectors(builder, zero.type, narrow.type.count).splat(zero)
+    return builder.or_(narrow, zero)
+
+
 def put(context, builder, kind, array, index, vector, streaming):
     """What `store` does, of a vector for several neighbours.
 
     What is streamed begins at a multiple of its size, or of 16 bytes.
     """
     narrow = _narrow_vector(builder, kind.dtype, vector)
+    if streaming:
+        narrow = _streamable(context, builder, kind, array, narrow)
     address = _address(context, builder, kind, array, index)
     address = builder.bitcast(address, narrow.type.as_pointer())
     element = kind.dtype.bitwidth // 8
@@ -263,6 +284,8 @@ def _define_store(streaming):
             address = _address(context, builder, signature.args[0], data, position)
             if second is None:
                 narrow = _narrow(builder, array.dtype, numbers[0])
+                if streaming:
+                    narrow = _streamable(context, builder, array, data, narrow)
                 _emit_store(builder, narrow, address, streaming, line)
             else:
                 word = _pack(builder, *numbers)
