@@ -2,11 +2,13 @@
 
 A case is measured round by round. In each round every contender runs once, slow ones in some
 rounds only, so that a busy neighbour disturbs all of them alike; medians and quartiles are kept.
+On a CPU every other round goes backwards, so that nobody always comes after the same other one.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import platform
 import re
@@ -34,29 +36,41 @@ _SLOW = 50e-3
 _VERY_SLOW = 0.5
 
 # For about half of this, in seconds, PyTorch's helper threads keep a core after a call, and
-# yield it to nobody.
+# yield it to nobody. Cores that have slept meanwhile are slower for a while: by a third for two
+# milliseconds on an Intel Xeon in a virtual machine.
 _PAUSE = 20e-3
+_RISING = 5e-3
 
 
 def _summary(samples: list[float]) -> dict[str, float]:
     return dict(zip(("low", "median", "high"), statistics.quantiles(samples, n=4), strict=True))
 
 
+def _took(call: Callable[[], Any]) -> float:
+    """Seconds of the shortest call, of as many as make a sample."""
+    clock = time.perf_counter
+    end = clock() + _SAMPLE
+    took = math.inf
+    while (begin := clock()) < end:
+        call()
+        took = min(took, clock() - begin)
+    return took
+
+
 def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
     """Times of calls, in seconds, from about so many seconds of measuring.
 
     Large arrays do not fit the caches, so that every call finds them cold; small ones are
-    called many times over and measured warm. Each sample is taken twice, the first time untimed,
-    to wake the contender's own helper threads; not so the slow ones, to which that is nothing.
-    After PyTorch's turn there is a pause until its threads sleep.
+    called many times over and measured warm. Before each sample there is one that is not timed,
+    to wake the contender's own helper threads; not so of the slow ones, to which that is nothing.
+    After PyTorch's turn there is a pause until its threads sleep, and then a longer sample that is
+    not timed, until all cores are awake.
     """
     clock = time.perf_counter
     took, repeats, rounds, slow = {}, {}, {}, set()
     for name, call in calls.items():
         call()  # compiles
-        begin = clock()
-        call()
-        took[name] = clock() - begin
+        took[name] = _took(call)
         repeats[name] = max(1, round(_SAMPLE / max(took[name], 1e-7)))
         if took[name] > _SLOW:
             slow.add(name)
@@ -69,16 +83,19 @@ def on_cpu(calls: dict[Any, Callable[[], Any]], seconds: float) -> Times:
         samples[name].append(took[name])
     previous = None
     for turn in range(1, most + 1):
-        for name, call in calls.items():
+        for name, call in list(calls.items())[:: 1 if turn % 2 else -1]:
             if turn * rounds[name] // most <= len(samples[name]):
                 continue  # a slow one, whose rounds are spread over the others'
+            untimed = _SAMPLE
             if previous == "PyTorch" != name[1]:
                 time.sleep(_PAUSE)
+                untimed = _RISING
             previous = name[1]
-            number = repeats[name]
             if name not in slow:
-                for _ in range(number):
+                end = clock() + untimed
+                while clock() < end:
                     call()
+            number = repeats[name]
             begin = clock()
             for _ in range(number):
                 call()

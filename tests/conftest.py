@@ -147,6 +147,7 @@ def _cut_for_cpu(monkeypatch, resident, streaming):
         "_PART_BYTES": 512,
         "_MOST_PARTS": 5,
         "_TASK_BYTES": 256,
+        "_SWEEP_BYTES": 256,
         "_RESIDENT_CHANNEL_BYTES": size,
         "_RESIDENT_RUNS_BYTES": size,
         "_BLOCK_BYTES": size,

@@ -230,9 +230,10 @@ def test_every_task_is_done_once(threads, callers):
         caller.join(300)
         assert not caller.is_alive()
     assert not failures
-    words = pool._pool.boards[:, 0]
-    assert not words[:, tasks._TAKEN // 8].any()
-    assert (words[:, tasks._INSIDE // 8] == -tasks._CLOSED).all()
+    boards = pool._pool.boards
+    assert not boards[:, 0, tasks._TAKEN // 8].any()
+    assert not (boards[:, 0, tasks._TICKET // 8] % 2).any()
+    assert not boards[:, 1:, tasks._INSIDE // 8].any()
 
 
 def test_helpers_take_part(threads):

@@ -72,13 +72,35 @@ def test_known_choices(shape, axis, family, resident):
     assert cut.resident == resident
 
 
-@given(extents, extents, extents, st.sampled_from([2, 4, 8]))
-def test_stretches_cover_memory_in_whole_lines(outer, group, inner, itemsize):
+@given(extents, extents, extents, st.sampled_from([2, 4, 8]), st.integers(1, 300))
+def test_stretches_cover_memory_in_whole_lines(outer, group, inner, itemsize, number):
     geometry = batch_norm_geometry((outer, group, inner), 1)
-    tasks, stretch = plan.stretches(geometry, itemsize)
+    tasks, stretch = plan.stretches(geometry, itemsize, number)
     assert (tasks - 1) * stretch < outer * group * inner <= tasks * stretch
     assert stretch * itemsize % 64 == 0
     assert tasks <= plan._ENOUGH_TASKS
+
+
+@pytest.mark.parametrize(
+    ("kib", "number", "task_kib"),
+    [
+        (64, 1, 64),
+        (512, 1, 128),
+        (512, 2, 64),  # four tasks for each thread
+        (512, 16, 64),
+        (8 << 10, 2, 256),  # enough
+        (8 << 10, 16, 128),
+        (1 << 20, 2, 4 << 10),
+    ],
+)
+def test_tasks_of_a_sweep(threads, kib, number, task_kib):
+    """They are of a size for the threads that there are, be they stretches or runs."""
+    threads(number)
+    geometry = batch_norm_geometry((kib // 4, 4, 256), 1)
+    assert plan.stretches(geometry, 4, number) == (kib // task_kib, task_kib << 8)
+    runs = plan.transform_plan(geometry, 4, streaming=False)
+    assert isinstance(runs, plan.Runs)
+    assert (runs.tasks, runs.runs) == (kib // task_kib, task_kib)
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_runs_have_the_same_bits_in_several_threads_and_streamed(
 ):
     """Tasks are so small that, but for two channels, they begin and end within a sample."""
     monkeypatch.setattr(pool, "_BYTES_PER_LISTENER", 1 << 10)
-    monkeypatch.setattr(plan, "_TASK_BYTES", 1 << 10)
+    monkeypatch.setattr(plan, "_SWEEP_BYTES", 1 << 10)
     fresh_plans()
     dy, x = rng.standard_normal((2, *shape)).astype(dtype)
     numbers = rng.uniform(0.5, 2, (6, shape[1])).astype("f8" if dtype == "float64" else "f4")
@@ -263,7 +263,7 @@ def test_runs_have_the_same_bits_in_several_threads_and_streamed(
         dx = cunorm.batch_norm_backward_transform(dy, x, mean, var, weight, *sums, 99)
         results.append((y, dx))
     geometry = batch_norm_geometry(shape, 1)
-    kernels = [transform._given(geometry, x.dtype, streaming) for streaming in (False, True)]
+    kernels = [transform._given(geometry, x.dtype, 2, streaming) for streaming in (False, True)]
     assert kernels[0].kernel is transform._transform_runs is not kernels[1].kernel
     assert kernels[0].tasks > 3
     for others in results[1:]:

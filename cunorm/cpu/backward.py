@@ -1069,7 +1069,7 @@ def input_gradient(
     if isinstance(cut, Runs):
         kernel, tasks, last = _gradient_runs, cut.tasks, numbers(*cut.arguments)
     elif isinstance(cut, Segments):
-        tasks, stretch = stretches(geometry, x.itemsize)
+        tasks, stretch = stretches(geometry, x.itemsize, get_num_threads())
         kernel, last = _gradient_segments, numbers(*geometry, stretch)
     elif isinstance(cut, Columns):
         last = numbers(*_extents(cut, geometry), *cut.arguments)

@@ -177,6 +177,11 @@ _STRETCH_BYTES = 32 << 10
 # Less than this is not worth a task of its own: taking one is an atomic operation.
 _TASK_BYTES = 32 << 10
 
+# A sweep in memory order has so many tasks for each thread, but larger ones than a part are not
+# worth more: at the begin of each a core has yet to find out what to fetch ahead, which takes about
+# a tenth of a microsecond.
+_THREAD_TASKS = 4
+
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -297,11 +302,12 @@ def rows_plan(geometry: Geometry, itemsize: int, operands: int) -> Rows:
 
 
 @lru_cache(maxsize=1024)
-def stretches(geometry: Geometry, itemsize: int) -> tuple[int, int]:
+def stretches(geometry: Geometry, itemsize: int, threads: int) -> tuple[int, int]:
     """(tasks, elements of a task) for a sweep over segments in memory order."""
     elements = geometry.batch * geometry.outer * geometry.group * geometry.inner
     line = 64  # elements: whole cache lines
-    stretch = max(_TASK_BYTES // itemsize, _ceil_div(elements, _ENOUGH_TASKS))
+    share = min(elements * itemsize // (_THREAD_TASKS * threads), _PART_BYTES)
+    stretch = max(_SWEEP_BYTES // itemsize, share // itemsize, _ceil_div(elements, _ENOUGH_TASKS))
     stretch = _ceil_div(stretch, line) * line
     return _ceil_div(elements, stretch), stretch
 
@@ -462,7 +468,7 @@ def _whole_runs(geometry: Geometry, itemsize: int, cut: Segments | Columns | Row
     single = batch == members == 1 and group <= _MOST_CHANNELS
     if not single or inner > _LONGEST_RUN or not pays:
         return None
-    runs = max(1, stretches(geometry, itemsize)[1] // inner)
+    runs = max(1, stretches(geometry, itemsize, get_num_threads())[1] // inner)
     total = outer * group
     return Runs(_ceil_div(total, runs), total, group, inner, runs)
 

@@ -2,7 +2,9 @@
 
 A call is announced on a *board*: a header, and below it a row for each thread with (next, end)
 of the tasks that it has the first claim to. All of it happens in compiled code, in a fraction of
-a microsecond where waking a sleeping thread takes 50.
+a microsecond where waking a sleeping thread takes 50. A cache line takes a tenth of one or more to
+come from another core, so what one thread writes and others read has lines of its own, and is
+written at once.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ __all__ = [
     "shared_kernel",
 ]
 
-# What the words of a header are, in bytes from its begin; headers and rows are cache lines.
-_TICKET = 0  # number of the call
+# What the words of a header are, in bytes from its begin. Headers and rows are two cache lines.
+_TICKET = 0  # number of the call: odd as long as helpers may enter it
 _THREADS = 8  # that may take part in it, the caller included
 _FUNCTION, _ARGUMENTS = 16, 24  # what they call
-_INSIDE = 32  # how many helpers are in it; less by _CLOSED if no more may enter
-_FAILED = 40  # whether one has failed
-_TAKEN = 48  # whether the board is in use
-_OTHER = 56  # address of another board, or 0
-_CLOSED = 1 << 32
+_FAILED = 32  # whether a helper has failed
+_OTHER = 40  # address of another board, or 0
+_TAKEN = 64  # whether the board is in use
 
 # The words of a row.
 _NEXT, _END = 0, 8
-_SEEN = 16  # ticket of the last call that the helper took part in
-_BEGUN = 24  # whether the thread has taken a task
+_BEGUN = 16  # whether the thread has taken a task
+_INSIDE = 24  # whether it is in the call, or finds out if it may be
+_SEEN = 64  # ticket of the last call that the helper took part in
 _LINE = 64
+_LINES = 2 * _LINE
 
 # The words of what a helper knows of itself, by number.
 ME = 0
@@ -88,7 +90,7 @@ def _look(typing_context, address):
     """The word at an address as it is now, and whatever was written before it."""
 
     def generate(context, builder, signature, arguments):
-        return builder.load_atomic(_place(builder, *arguments), "acquire", 8)
+        return builder.load_atomic(_place(builder, *arguments), "seq_cst", 8)
 
     return types.int64(types.int64), generate
 
@@ -216,7 +218,7 @@ def _own_board(typing_context):
     """Address of a board for one thread, on the stack of the function that asks for it."""
 
     def generate(context, builder, signature, arguments):
-        board = cgutils.alloca_once(builder, _WORD, size=2 * _LINE // 8)
+        board = cgutils.alloca_once(builder, _WORD, size=2 * _LINES // 8)
         return builder.ptrtoint(board, _WORD)
 
     return types.int64(), generate
@@ -288,7 +290,7 @@ def _for_a_thread(typing_context):
 
 @device_function
 def _row(board, thread):
-    return board + _LINE * (1 + thread)
+    return board + _LINES * (1 + thread)
 
 
 @device_function
@@ -299,11 +301,11 @@ def _word(helper, number):
 @device_function
 def _deal(board, threads, tasks):
     """Put tasks on a board, in equal shares."""
-    _tell(board + _THREADS, threads)
     for thread in range(threads):
         _tell(_row(board, thread) + _NEXT, tasks * thread // threads)
         _tell(_row(board, thread) + _END, tasks * (thread + 1) // threads)
         _tell(_row(board, thread) + _BEGUN, 0)
+    _tell(board + _THREADS, threads)
 
 
 @device_function
@@ -314,13 +316,13 @@ def _call(board, threads, tasks, function, arguments):
     _tell(board + _ARGUMENTS, arguments)
     _tell(board + _FAILED, 0)
     _tell(board + _TICKET, _look(board + _TICKET) + 1)
-    _tell(board + _INSIDE, 0)
     failed = _work(function, arguments, board, 0) != 0
-    _add(board + _INSIDE, -_CLOSED)
-    looks = 0
-    while _look(board + _INSIDE) != -_CLOSED:  # who is in has begun what is left
-        looks += 1
-        _pause(looks)
+    _add(board + _TICKET, 1)
+    for thread in range(1, threads):
+        looks = 0
+        while _look(_row(board, thread) + _INSIDE) != 0:  # who is in has begun what is left
+            looks += 1
+            _pause(looks)
     return failed or _look(board + _FAILED) != 0
 
 
@@ -341,24 +343,19 @@ def _share(board, threads, tasks, function, arguments):
 @device_function
 def _join(board, me):
     """Take part in a call, if there is one for this helper; whether there was."""
-    seen = _row(board, me) + _SEEN
-    if _look(board + _TICKET) == _look(seen) or me >= _look(board + _THREADS):
-        return False
-    inside = _look(board + _INSIDE)
-    while inside >= 0 and not _exchange(board + _INSIDE, inside, inside + 1):
-        inside = _look(board + _INSIDE)
-    if inside < 0:
-        return False
-    # The call cannot end from here on. It may be a later one than that seen before: their
-    # counts of helpers look the same.
+    row = _row(board, me)
     ticket = _look(board + _TICKET)
-    wanted = ticket != _look(seen) and me < _look(board + _THREADS)
+    if ticket % 2 == 0 or ticket == _look(row + _SEEN) or me >= _look(board + _THREADS):
+        return False
+    # Whoever closes the call either sees this, or is seen to have closed it.
+    _add(row + _INSIDE, 1)
+    wanted = _look(board + _TICKET) == ticket
     if wanted:
-        _tell(seen, ticket)
+        _tell(row + _SEEN, ticket)
         failed = _work(_look(board + _FUNCTION), _look(board + _ARGUMENTS), board, me) != 0
-        if failed and _look(_row(board, me) + _BEGUN) != 0:  # else the others do its work
+        if failed and _look(row + _BEGUN) != 0:  # else the others do its work
             _tell(board + _FAILED, 1)
-    _add(board + _INSIDE, -1)  # and what was streamed is in memory
+    _add(row + _INSIDE, -1)  # and what was streamed is in memory
     return wanted
 
 
@@ -463,8 +460,7 @@ def _lines(*shape: int) -> Any:
 
 def boards(threads: int) -> Any:
     """Boards for calls in up to so many threads, as rows of words."""
-    found = _lines(_BOARDS, 1 + threads, _LINE // 8)
-    found[:, 0, _INSIDE // 8] = -_CLOSED
+    found = _lines(_BOARDS, 1 + threads, _LINES // 8)
     for board, other in pairwise(found):
         board[0, _OTHER // 8] = other.ctypes.data
     return found

@@ -487,7 +487,7 @@ def _call(geometry: Geometry, dtype: np.dtype, rows: int) -> _Call:
 
 
 @lru_cache(maxsize=1024)
-def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
+def _given(geometry: Geometry, dtype: np.dtype, threads: int, streaming: bool) -> _Call:
     """To transform x of this dtype with given statistics; `streaming`, if past the caches."""
     cut = transform_plan(geometry, dtype.itemsize, streaming)
     arguments: tuple[int, ...]
@@ -499,7 +499,7 @@ def _given(geometry: Geometry, dtype: np.dtype, streaming: bool) -> _Call:
         arguments = (*extents, *cut.arguments)
     elif isinstance(cut, Segments):
         kernel = _transform_segments
-        tasks, stretch = stretches(geometry, dtype.itemsize)
+        tasks, stretch = stretches(geometry, dtype.itemsize, threads)
         arguments = (*geometry, stretch)
     else:
         kernel, tasks = _transform_columns, cut.tasks
@@ -571,7 +571,7 @@ def transform(x, mean, residual, inv_std, weight, bias, geometry: Geometry, out)
 
     Each of mean, residual, inv_std, weight and bias may be None.
     """
-    call = _given(geometry, x.dtype, 2 * x.nbytes > STREAMING_BYTES)
+    call = _given(geometry, x.dtype, get_num_threads(), 2 * x.nbytes > STREAMING_BYTES)
     statistics = np.zeros(call.statistics, call.dtype)
     statistics[1] = 1.0 if inv_std is None else inv_std
     if mean is not None:
@@ -588,7 +588,7 @@ def infer(x, running_mean, running_var, weight, bias, eps, geometry: Geometry, o
     Returns mean, inv_std and residual (what rounding took from the mean) as the first rows of
     one array, in the accumulator type.
     """
-    call = _given(geometry, x.dtype, 2 * x.nbytes > STREAMING_BYTES)
+    call = _given(geometry, x.dtype, get_num_threads(), 2 * x.nbytes > STREAMING_BYTES)
     shape, dtype, nbytes, kernel, _, tasks, last, plain = call
     statistics = np.empty(shape, dtype)
     if plain:
@@ -661,7 +661,7 @@ def normalize(
                 numbers(*row_extents(geometry), *cut.arguments),
             )  # fmt: skip
         _finish_normalization(partials, mean, var, eps, scale, factor, statistics)
-        call = _given(geometry, x.dtype, streaming)
+        call = _given(geometry, x.dtype, get_num_threads(), streaming)
         _transform(call, x, none, none, eps, statistics, weight, bias, geometry, out, centered)
     else:
         weight, bias = _parameters(call, x, weight, bias, geometry, centered)
