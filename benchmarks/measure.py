@@ -47,9 +47,9 @@ def _summary(samples: list[float]) -> dict[str, float]:
 
 
 def _took(call: Callable[[], Any]) -> float:
-    """Seconds of the shortest call, of as many as make a sample."""
+    """Seconds of the shortest call, of as many as it takes until cores are awake."""
     clock = time.perf_counter
-    end = clock() + _SAMPLE
+    end = clock() + _RISING
     took = math.inf
     while (begin := clock()) < end:
         call()
