@@ -49,11 +49,13 @@ def _summary(samples: list[float]) -> dict[str, float]:
 def _took(call: Callable[[], Any]) -> float:
     """Seconds of the shortest call, of as many as it takes until cores are awake."""
     clock = time.perf_counter
-    end = clock() + _RISING
-    took = math.inf
-    while (begin := clock()) < end:
+    now = clock()
+    end, took = now + _RISING, math.inf
+    while now < end:
+        begin = clock()
         call()
-        took = min(took, clock() - begin)
+        now = clock()
+        took = min(took, now - begin)
     return took
 
 
