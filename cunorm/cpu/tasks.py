@@ -2,9 +2,9 @@
 
 A call is announced on a *board*: a header, and below it a row for each thread with (next, end)
 of the tasks that it has the first claim to. All of it happens in compiled code, in a fraction of
-a microsecond where waking a sleeping thread takes 50. A cache line takes a tenth of one or more to
-come from another core, so what one thread writes and others read has lines of its own, and is
-written at once.
+a microsecond where waking a sleeping thread takes 50. To fetch a cache line from another core takes
+a good part of that, so what one thread writes and others read has lines of its own, and is written
+at once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def _place(builder, address):
 
 @intrinsic
 def _look(typing_context, address):
-    """The word at an address as it is now, and whatever was written before it."""
+    """The word at an address as it is now, and whatever was written before it.
+
+    All looks and additions have one order, the same for every thread: `_join` relies on it.
+    """
 
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(_place(builder, *arguments), "seq_cst", 8)
