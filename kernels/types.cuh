@@ -119,9 +119,10 @@ __device__ inline bool is_finite(float value) {
     return value - value == 0.0f;
 }
 
-// What rounding took from a mean, times a factor; 0 where that is nothing, also for inf.
+// What rounding took from a mean, times a factor; 0 if that is not finite.
 __device__ inline double times_residual(double residual, double factor) {
-    return residual != 0.0 ? residual * factor : 0.0;
+    const double product = residual * factor;
+    return is_finite(product) ? product : 0.0;
 }
 
 // The two structures below stand on the host side in the same order.

@@ -217,6 +217,19 @@ def test_infinite_scale(rng, shape, axis):
     np.testing.assert_array_equal(y, expected)
 
 
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS, ids=str)
+def test_infinite_weight_in_training(rng, shape, axis):
+    """As the formula says, although rounding took something from the mean."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    weight = np.array([2, np.inf, 3], np.float32)
+    y, saved = cunorm.batch_norm_forward(x, weight, channel_axis=axis)
+    assert saved.residual[1] != 0
+    y, x = np.moveaxis(y, axis, 0), np.moveaxis(x, axis, 0)
+    mean = saved.mean.astype(float) + saved.residual
+    np.testing.assert_array_equal(y[1], np.sign(x[1] - mean[1]) * np.inf)
+    assert np.isfinite(y[::2]).all()
+
+
 def test_running_mean_beyond_float32(rng):
     """Counts as infinite for float32 data."""
     x = rng.standard_normal((6, 3, 5)).astype(np.float32)

@@ -51,6 +51,7 @@ from .pieces import (
     columns_piece,
     segments_chunk,
     segments_chunks,
+    segments_piece,
     segments_starts,
 )
 from .plan import Columns, Segments, statistics_plan
@@ -135,9 +136,10 @@ def optional(array, dtype):
 
 @strict_function
 def residual_times(residual, statistic, factor):
-    """What rounding took from a mean, times a factor; 0 where that is nothing, also for inf."""
+    """What rounding took from a mean, times a factor; 0 if that is not finite."""
     value = np.float64(load_scratch(residual, statistic)) if residual.size else 0.0
-    return value * factor if value != 0.0 else 0.0
+    product = value * factor
+    return product if math.isfinite(product) else 0.0
 
 
 @device_function
@@ -366,7 +368,7 @@ def _moments_segments(
     moments = np.empty((3, block))
     task = next_task(board, me)
     while task >= 0:
-        first, part = task // parts * block, task % parts
+        first, part = segments_piece(task, batch, outer, batch * group, block, parts)
         last = min(batch * group, first + block)
         segments_moments(
             x, first, last, part, outer, group, inner, chunk_rows, chunk_length, part_chunks,
