@@ -1,10 +1,12 @@
 """How arrays are cut: everything once, nothing too large, whatever the geometry."""
 
+from importlib import util
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cunorm.cpu import plan
+from cunorm.cpu import memory, pieces, plan, vectors
 from cunorm.geometry import (
     batch_norm_geometry,
     group_norm_geometry,
@@ -12,12 +14,31 @@ from cunorm.geometry import (
     scale_shift_geometry,
 )
 
+
+def _plan_of(second_level, share, register_bytes):
+    """The module as it is on another processor: bytes of its caches (of a third, its share)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "second_level_cache", lambda: second_level)
+        patch.setattr(memory, "last_level_cache", lambda: (32 << 20, share))
+        patch.setattr(vectors, "REGISTER_BYTES", register_bytes)
+        spec = util.find_spec(plan.__name__)
+        module = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+ZEN_3, ZEN_5 = _plan_of(512 << 10, 8 << 20, 32), _plan_of(1 << 20, 8 << 20, 64)
+XEON = _plan_of(2 << 20, 240 << 20, 64)
+on_all = pytest.mark.parametrize("plan", [ZEN_3, ZEN_5, XEON], ids=["Zen 3", "Zen 5", "Xeon"])
+
 extents = st.one_of(st.integers(1, 40), st.sampled_from([49, 196, 784, 4097, 100_000]))
 
 
-@given(extents, extents, st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 4096, 50_176])),
-       st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]))  # fmt: skip
-def test_everything_is_covered(outer, group, inner, itemsize, operands):
+@on_all
+@given(outer=extents, group=extents,
+       inner=st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 4096, 50_176])),
+       itemsize=st.sampled_from([2, 4, 8]), operands=st.sampled_from([1, 2]))  # fmt: skip
+def test_everything_is_covered(plan, outer, group, inner, itemsize, operands):
     geometry = batch_norm_geometry((outer, group, inner), 1)
     _, outer, _, inner, _, _ = geometry
     cut = plan.plan(geometry, itemsize, operands)
@@ -53,10 +74,9 @@ def test_everything_is_covered(outer, group, inner, itemsize, operands):
     [
         ((64, 256, 28, 28), 1, plan.Segments, True),
         ((64, 28, 28, 256), 3, plan.Columns, False),
-        ((64, 512, 7, 7), 1, plan.Columns, True),
+        ((64, 512, 5, 5), 1, plan.Columns, True),
         ((32, 10, 120_000), 1, plan.Segments, False),
         ((128, 1024), 1, plan.Columns, True),
-        ((512, 4096), 1, plan.Columns, True),
         # Lines 4 KiB apart, of which a cache keeps few, and lines 384 bytes apart.
         ((8, 1024, 1024), 2, plan.Columns, False),
         ((64, 7, 7, 2048), 3, plan.Columns, False),
@@ -147,10 +167,12 @@ def test_samples_that_are_tasks_are_not_cut():
         assert (cut.chunk_rows, cut.parts) == (196, 1)
 
 
-@given(extents, st.integers(1, 40), st.integers(1, 300), st.integers(1, 8),
-       st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]))  # fmt: skip
+@on_all
+@given(outer=extents, groups=st.integers(1, 40), inner=st.integers(1, 300),
+       members=st.integers(1, 8), itemsize=st.sampled_from([2, 4, 8]),
+       operands=st.sampled_from([1, 2]))  # fmt: skip
 def test_samples_are_added_up_alike_whatever_their_number(
-    outer, groups, inner, members, itemsize, operands
+    plan, outer, groups, inner, members, itemsize, operands
 ):
     """So their bits are the same: blocks, the tasks of a sample, may differ."""
     kept = {
@@ -195,21 +217,61 @@ def test_few_channels_use_all_threads():
     assert plan.stays_near(resident, 1)
 
 
-def test_neighbouring_runs_are_not_written_in_step(threads):
-    """No two threads do a channel each whose runs are neighbours, unless these are stretches."""
-    for shape, number, tasks in (
-        ((64, 2, 1024), 1, 1),
-        ((64, 2, 1024), 2, 1),
-        ((64, 2, 1024), 8, 1),
-        ((64, 3, 1024), 2, 3),
-        ((64, 3, 1024), 8, None),
-        ((1, 2, 65536), 2, 2),
-    ):
-        threads(number)
-        cut = plan.plan(batch_norm_geometry(shape, 1), 4, 1)
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "number", "tasks", "tasks_where_slow"),
+    [
+        ((64, 2, 1024), 4, 1, 1, 2),
+        ((64, 2, 1024), 4, 2, 1, 2),
+        ((64, 2, 1024), 4, 8, 1, 2),
+        ((64, 2, 1024), 2, 2, 1, 2),  # 128 KiB a channel
+        ((63, 2, 1024), 2, 2, 1, 1),
+        ((64, 3, 1024), 4, 2, 3, 3),
+        ((64, 3, 1024), 4, 8, None, 3),
+        ((63, 3, 1024), 2, 8, None, None),
+        ((1, 2, 65536), 4, 2, 2, 2),
+    ],
+)
+def test_neighbouring_runs_are_not_written_in_step(
+    monkeypatch, shape, itemsize, number, tasks, tasks_where_slow
+):
+    """No two threads do a channel each whose runs are neighbours, unless these are stretches.
+
+    Where the third level is slow, they do so of larger channels.
+    """
+    for least, expected in ((1 << 62, tasks), (128 << 10, tasks_where_slow)):
+        monkeypatch.setattr(plan, "_IN_STEP_BYTES", least)
+        geometry = batch_norm_geometry(shape, 1)
+        cut = plan._segments.__wrapped__(geometry, itemsize, 1, number)
         assert cut.parts == 1
-        assert plan.stays_near(cut, number) == (tasks is not None)
-        assert cut.resident_tasks == (tasks or shape[1])
+        assert plan.stays_near(cut, number) == (expected is not None)
+        assert cut.resident_tasks == (expected or shape[1])
+
+
+def test_few_channels_stay_near_where_the_third_level_is_slow(monkeypatch):
+    """If threads have as many of them, each sums and writes its own."""
+    cut = plan.plan(batch_norm_geometry((32, 4, 64, 64), 1), 4, 1)
+    assert cut.resident
+    assert cut.parts > 1
+    for slow, near in ((False, {1}), (True, {1, 2, 4})):
+        monkeypatch.setattr(plan, "SLOW_THIRD_LEVEL", slow)
+        assert {n for n in range(1, 9) if plan.stays_near(cut, n)} == near
+
+
+@pytest.mark.parametrize(
+    ("batch", "outer", "channels", "block", "parts"),
+    [(1, 64, 2, 1, 4), (1, 64, 10, 4, 3), (1, 1, 5, 2, 3), (3, 8, 12, 5, 2)],
+)
+def test_parts_of_segments_follow_each_other_as_memory(
+    monkeypatch, batch, outer, channels, block, parts
+):
+    """Each once: part by part where channels alternate in memory, else channel by channel."""
+    monkeypatch.setattr(pieces, "divide", divmod)
+    piece = pieces.segments_piece.py_func
+    number = -(-channels // block)
+    found = [piece(i, batch, outer, channels, block, parts) for i in range(number * parts)]
+    expected = {(i * block, part) for i in range(number) for part in range(parts)}
+    alternating = batch == 1 and outer > 1
+    assert found == sorted(expected, key=lambda at: at[::-1] if alternating else at)
 
 
 def test_rows_are_covered():
@@ -266,7 +328,7 @@ def test_blocks_of_several_rows(number, blocks):
     [
         (row_norm_geometry((64, 4096), 1), plan.Rows, plan.Rows),
         (group_norm_geometry((128, 256, 28, 28), 1, 32), plan.Segments, plan.Segments),
-        (group_norm_geometry((128, 256, 14, 14), 1, 32), plan.Rows, plan.Segments),
+        (group_norm_geometry((128, 512, 14, 14), 1, 32), plan.Rows, plan.Segments),
         (group_norm_geometry((128, 512, 7, 7), 1, 32), plan.Rows, plan.Rows),
         (group_norm_geometry((128, 28, 28, 256), 3, 32), plan.Columns, plan.Columns),
         (group_norm_geometry((128, 28, 256, 28), 2, 32), plan.Columns, plan.Columns),
@@ -282,24 +344,66 @@ def test_families(geometry, forward, backward):
 
 
 @pytest.mark.parametrize(
-    ("short_vectors", "itemsize", "inner", "family"),
+    ("plan", "itemsize", "forward", "backward"),
     [
-        (False, 4, 255, plan.Columns),
-        (False, 4, 256, plan.Segments),
-        (True, 4, 127, plan.Columns),
-        (True, 4, 128, plan.Segments),
-        (True, 2, 255, plan.Columns),
+        (ZEN_5, 4, 256, 256),
+        (ZEN_5, 2, 256, 256),
+        (ZEN_3, 4, 256, 128),
+        (ZEN_3, 2, 256, 256),
+        (XEON, 4, 48, 48),
+        (XEON, 2, 80, 128),
     ],
 )
-def test_family_of_a_backward_pass(monkeypatch, short_vectors, itemsize, inner, family):
-    """Where vectors are short, runs of float32 pay from half the length on."""
-    monkeypatch.setattr(plan, "_SHORT_VECTORS", short_vectors)
-    plan._plan.cache_clear()
-    try:
-        cut = plan.plan(batch_norm_geometry((64, 16, inner), 1), itemsize, 2)
-    finally:
-        plan._plan.cache_clear()
-    assert isinstance(cut, family)
+def test_runs_that_are_long(plan, itemsize, forward, backward):
+    """From which length on many of them are segments, which depends on the processor."""
+    for operands, long in ((1, forward), (2, backward)):
+        for inner, family in ((long - 1, plan.Columns), (long, plan.Segments)):
+            cut = plan.plan(batch_norm_geometry((64, 16, inner), 1), itemsize, operands)
+            assert isinstance(cut, family)
+
+
+def test_groups_of_short_runs_where_the_third_level_is_slow():
+    """Runs of small samples are segments from a quarter of that length on."""
+    for shape, family in (
+        ((8, 256, 8, 8), XEON.Segments),
+        ((8, 256, 7, 9), XEON.Rows),
+        ((8, 512, 11, 11), XEON.Segments),
+        ((8, 512, 12, 12), XEON.Rows),  # samples of 288 KiB
+    ):
+        geometry = group_norm_geometry(shape, 1, 32)
+        assert isinstance(XEON.plan(geometry, 4, 1), family)
+        assert isinstance(ZEN_5.plan(geometry, 4, 1), ZEN_5.Rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "operands", "resident"),
+    [
+        ((1024, 1024), 1, (True, False)),  # slices of 768 bytes, 4 KiB apart
+        ((512, 1024), 1, (True, True)),
+        ((512, 1024), 2, (True, False)),
+        ((512, 4096), 1, (True, False)),  # of 1.5 KiB
+        ((1024, 1040), 1, (True, True)),
+        ((256, 4096), 1, (True, True)),  # of 3 KiB
+    ],
+)
+def test_narrow_columns_have_places_in_a_cache(shape, operands, resident):
+    """Wider ones do not need any if the next cache is fast."""
+    geometry = batch_norm_geometry(shape, 1)
+    assert tuple(plan.plan(geometry, 4, operands).resident for plan in (ZEN_5, XEON)) == resident
+
+
+def test_channels_near_a_slow_third_level():
+    """They fit the second."""
+    for channel, resident in ((2 << 20, (True, True)), (4 << 20, (True, False))):
+        geometry = batch_norm_geometry((16, 16, channel // 64), 1)
+        plans = ZEN_5.plan(geometry, 4, 1), XEON.plan(geometry, 4, 1)
+        assert tuple(cut.resident for cut in plans) == resident
+
+
+def test_where_columns_are_summed_apart():
+    """Not where what is left of them in the second level is worth more."""
+    geometry = batch_norm_geometry((64, 512, 6, 6), 1)
+    assert [plan.sweeps_apart(geometry, 4, True) for plan in (ZEN_5, XEON)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -198,13 +198,22 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
 
 
 @pytest.fixture
-def fresh_plans():
-    """Forgets what has been planned, when called and at the end."""
+def fresh_plans(monkeypatch):
+    """Forgets what has been planned, when called and at the end.
+
+    Plans are those for a fast third-level cache, with which more runs are taken as columns.
+    """
 
     def forget():
-        for cached in (plan.stretches, transform._given, transform._fused, backward._fused):
-            cached.cache_clear()
+        for module in (plan, transform, backward):
+            for function in vars(module).values():
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
+    monkeypatch.setattr(plan, "_APART_BYTES", 3 << 20)
+    for name in ("_MIDDLING_RUN", "_MIDDLING_HALF_RUN"):
+        monkeypatch.setattr(plan, name, (128, 256, 256, 256))
+    forget()
     yield forget
     forget()
 
@@ -284,6 +293,7 @@ def test_runs_have_the_same_bits_in_several_threads_and_streamed(
         ((128, 256, 143), "float16", False, True),  # but these are long
     ],
 )
+@pytest.mark.usefixtures("fresh_plans")
 def test_columns_that_a_sweep_of_runs_follows(shape, dtype, streaming, apart):
     geometry, dtype = batch_norm_geometry(shape, 1), np.dtype(dtype)
     forward = transform._fused(geometry, dtype, True, 2, streaming).kernel

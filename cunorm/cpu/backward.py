@@ -67,6 +67,7 @@ from .pieces import (
     runs_row,
     segments_chunk,
     segments_chunks,
+    segments_piece,
     segments_starts,
     spread,
     task_runs,
@@ -318,7 +319,7 @@ def _reduce_segments(
     stage = np.empty(stage_size(dx, inner, streaming) if dx.size else 0, dx.dtype)
     task = next_task(board, me)
     while task >= 0:
-        first, part = task // parts * channels, task % parts
+        first, part = segments_piece(task, batch, outer, batch * group, channels, parts)
         last = min(batch * group, first + channels)
         _look_up(
             x, first, last, outer, group, inner, members, parameters, mean, inv_std, weight,

@@ -43,6 +43,7 @@ from .pieces import (
     columns_piece,
     segments_chunk,
     segments_chunks,
+    segments_piece,
     spread,
 )
 from .plan import Columns, Rows, Segments, plan, rows_plan, stays_near
@@ -313,7 +314,7 @@ def _reduce_segments(
     training, of_chunk = not ddx.size, np.empty(_SUMS)
     task = next_task(board, me)
     while task >= 0:
-        first, part = task // parts * block, task % parts
+        first, part = segments_piece(task, batch, outer, group, block, parts)
         for channel in range(first, min(group, first + block)):
             base = channel * inner
             sums = partials[channel, part]
@@ -344,7 +345,7 @@ def _transform_segments(
     chunks = segments_chunks(outer, inner, chunk_rows, chunk_length)
     task = last_task(board, me)
     while task >= 0:
-        first, part = task // parts * block, task % parts
+        first, part = segments_piece(task, batch, outer, group, block, parts)
         for channel in range(first, min(group, first + block)):
             base = channel * inner
             coefficients = _coefficients(

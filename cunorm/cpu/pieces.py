@@ -31,6 +31,20 @@ def segments_chunk(chunk, outer, inner, chunk_rows, chunk_length):
 
 
 @device_function
+def segments_piece(task, batch, outer, channels, block, parts):
+    """(first channel, part) of a task that is one part of one block of all channels.
+
+    Tasks follow each other as their memory does, so that a thread has about the same of it as in a
+    sweep over stretches.
+    """
+    if batch == 1 and outer > 1:
+        part, number = divide(task, -(-channels // block))
+    else:
+        number, part = divide(task, parts)
+    return number * block, part
+
+
+@device_function
 def segments_chunks(outer, inner, chunk_rows, chunk_length):
     """Number of chunks in a channel."""
     return -(-outer // chunk_rows) * -(-inner // chunk_length)

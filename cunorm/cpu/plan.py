@@ -46,19 +46,35 @@ from .memory import last_level_cache, second_level_cache
 from .threads import get_num_threads
 from .vectors import REGISTER_BYTES
 
-__all__ = ["FETCHED_BLOCK_BYTES", "Columns", "Rows", "Runs", "Segments", "plan"]
+__all__ = [
+    "FETCHED_BLOCK_BYTES",
+    "SLOW_THIRD_LEVEL",
+    "Columns",
+    "Rows",
+    "Runs",
+    "Segments",
+    "plan",
+]
+
+# A second-level cache of 2 MB is a server's whose third level is slow, and takes only what the
+# second drops. Measured on an Intel Xeon with 2 MB, and on Zen 3 to 5 with less.
+_SECOND_LEVEL_BYTES = second_level_cache()
+SLOW_THIRD_LEVEL = _SECOND_LEVEL_BYTES >= 2 << 20
 
 # Runs are vectorized across positions where they are short, or not long and
 # there are rows enough to spread the cost of a position's own statistics over.
-# Measured on Zen 4 and 5: either family takes the same time at about these lengths.
+# Measured on Zen 4 and 5: either family takes the same time at about these lengths. With vectors of
+# 32 bytes (measured on Zen 3, in float32) runs pay from half that length on in a backward pass, but
+# of half types; on that Xeon much earlier.
 _SHORT_RUN = 32
 _SHORT_ONLY_RUN = 12  # of a channel: there are no rows to spread anything over
 _SHORT_RUN_BYTES, _SOME_ROWS = 128, 4
-_MIDDLING_RUN, _MANY_ROWS = (128, 256, 256, 256), 16  # by operands
-
-# With vectors of 32 bytes runs pay from half that length on in a backward pass, but of half types.
-# Measured on Zen 3, in float32.
-_SHORT_VECTORS = REGISTER_BYTES < 64
+_MIDDLING_RUN = _MIDDLING_HALF_RUN = (128, 256, 256, 256)  # by operands
+if SLOW_THIRD_LEVEL:
+    _MIDDLING_RUN, _MIDDLING_HALF_RUN = (128, 48, 48, 256), (128, 80, 128, 256)
+elif REGISTER_BYTES < 64:
+    _MIDDLING_RUN = (128, 256, 128, 256)
+_MANY_ROWS = 16
 
 # A streamed sweep that sums nothing has no use for positions where runs are as long as this,
 # or, of 16-bit elements, a multiple of it, which their vector loops take in whole steps; but if
@@ -79,15 +95,20 @@ _LONGEST_RUN = 4096
 _MOST_CHANNELS = 4096
 
 # Columns of an x so large are summed first, and then a sweep over runs in memory order writes the
-# output, if that stays near: faster than to write it block of columns by block of columns.
-# Measured on Zen 3, in two threads.
-_APART_BYTES = 3 << 20
+# output, if that stays near: faster than to write it block of columns by block of columns (measured
+# on Zen 3, in two threads), unless what a block has left in the second level comes slowly from
+# the third.
+_APART_BYTES = 1 << 62 if SLOW_THIRD_LEVEL else 3 << 20
 
 # Runs shorter than this that share a statistic, but no parameters, are taken as rows, or as
 # columns if they are not neighbours. A forward pass of rows writes whole cache lines where runs
 # begin and end within them; a backward pass keeps gradients for every element of a row near.
-_SHORT_SPAN = (256, 256, 64, 64)
+_SHORT_SPAN = (256, 256, 64, 64)  # by operands
 _SHORT_COLUMN = 48
+
+# On that Xeon whole lines pay in outputs that do not stay near, as those of small samples mostly
+# do; the number of samples must not matter.
+_SPAN_NEAR, _SMALL_SAMPLE_BYTES = 64, 256 << 10 if SLOW_THIRD_LEVEL else 0
 
 # Elements summed in the accumulator type before float64 takes over; a chunk of
 # 4096 float32 is 16 KiB, half of a 32 KiB first-level cache.
@@ -130,27 +151,30 @@ _MOST_PARTS = 32
 _ENOUGH_TASKS = 256
 
 # What one task may keep near. Blocks of runs, and whole samples, come back fast from a shared
-# third-level cache too, channels of runs from half a processor's share of it; narrow
-# columns, a cache line here and there, only from the second.
+# third-level cache too, channels of runs from half a processor's share of it, unless it is slow;
+# narrow columns, a cache line here and there, only from the second.
 _RESIDENT_CHANNEL_BYTES = min(max(2 << 20, last_level_cache()[1] // 2), 12 << 20)
+if SLOW_THIRD_LEVEL:
+    _RESIDENT_CHANNEL_BYTES = _SECOND_LEVEL_BYTES // 2 * 3
 _RESIDENT_RUNS_BYTES = 2 << 20
 _RESIDENT_COLUMNS_BYTES = 768 << 10
 
 # A block of several channels of runs; and what is fetched while a block is written: the next one,
-# if it is not larger. A second-level cache of 2 MB is a server's whose third level is slow, and
-# takes only what the second drops: there a block, and what is fetched, are to stay in the second.
-# Measured on an Intel Xeon with 2 MB, and on Zen 3 to 5 with less.
-_SECOND_LEVEL_BYTES = second_level_cache()
-_STAYS_IN_SECOND = _SECOND_LEVEL_BYTES >= 2 << 20
-_BLOCK_BYTES = _SECOND_LEVEL_BYTES // 4 if _STAYS_IN_SECOND else 2 << 20
-FETCHED_BLOCK_BYTES = _BLOCK_BYTES if _STAYS_IN_SECOND else 1 << 62  # any
+# if it is not larger. Where the third level is slow, both are to stay in the second.
+_BLOCK_BYTES = _SECOND_LEVEL_BYTES // 4 if SLOW_THIRD_LEVEL else 2 << 20
+FETCHED_BLOCK_BYTES = _BLOCK_BYTES if SLOW_THIRD_LEVEL else 1 << 62  # any
+
+# Channels smaller than this are not left to threads that would write neighbouring runs of them in
+# step: these take cache lines from each other. Where the third level is slow, it costs more if
+# what a thread has summed, it does not write. Measured on Zen 3, 4 and an Intel Xeon.
+_IN_STEP_BYTES = 128 << 10 if SLOW_THIRD_LEVEL else 1 << 62  # any
 
 # Rows a power of two apart share few places in a second-level cache: of so many ways, in each
 # of which addresses so many bytes apart have the same place. Wider slices come back fast from
-# the next cache.
+# the next cache, unless that is slow.
 _WAYS = 16
-_WAY_BYTES = 64 << 10
-_WIDE_BYTES = 512
+_WAY_BYTES = (128 if SLOW_THIRD_LEVEL else 64) << 10
+_WIDE_BYTES = 2 << 10 if SLOW_THIRD_LEVEL else 512
 
 # Slices of rows narrower than this come from memory at half the speed of whole rows, which are
 # quicker read twice where a sample is no more near after one sweep, being larger than this.
@@ -328,9 +352,9 @@ def _segments(geometry: Geometry, itemsize: int, operands: int, threads: int) ->
         block = max(block, min(wide, fitting, geometry.statistics // (4 * threads)))
     block = max(1, block)
     blocks = _ceil_div(geometry.statistics, block)
-    # Threads that write neighbouring runs in step take cache lines from each other: two blocks of a
-    # part are one thread's, more are streamed if every one were a thread's.
-    beside = geometry.batch == 1 and outer > 1 and parts == 1
+    # Two blocks of a part whose runs would be written in step are one thread's, more are streamed
+    # if every one were a thread's.
+    beside = geometry.batch == 1 and outer > 1 and parts == 1 and statistic_bytes < _IN_STEP_BYTES
     if beside and blocks == 2:
         block, blocks = geometry.statistics, 1
     in_step = beside and 1 < blocks <= threads
@@ -430,17 +454,18 @@ def plan(
 def _plan(
     geometry: Geometry, itemsize: int, operands: int, centered: bool, threads: int
 ) -> Segments | Columns | Rows:
-    _, outer, _, inner, members, _ = geometry
+    _, outer, group, inner, members, _ = geometry
     if outer == 1:
-        if inner < _SHORT_SPAN[operands] and (members > 1 or not centered):
+        span = _SHORT_SPAN[operands]
+        if operands == 1 and group * inner * itemsize < _SMALL_SAMPLE_BYTES:
+            span = _SPAN_NEAR
+        if inner < span and (members > 1 or not centered):
             return rows_plan(geometry, itemsize, operands)
         if inner >= _SHORT_ONLY_RUN:
             return _segments(geometry, itemsize, operands, threads)
     short = inner < _SHORT_COLUMN
     if members == 1:
-        middling = _MIDDLING_RUN[operands]
-        if operands == 2 and itemsize > 2 and _SHORT_VECTORS:
-            middling //= 2
+        middling = (_MIDDLING_RUN if itemsize > 2 else _MIDDLING_HALF_RUN)[operands]
         short = (
             inner < _SHORT_RUN
             or (inner * itemsize <= _SHORT_RUN_BYTES and outer >= _SOME_ROWS)
@@ -520,4 +545,5 @@ def statistics_plan(geometry: Geometry, itemsize: int) -> Segments | Columns:
 
 def stays_near(cut: Segments | Columns, threads: int) -> bool:
     """Whether to do whole statistics as tasks: they fit the cache and keep the threads busy."""
-    return cut.resident and (threads == 1 or cut.resident_tasks >= 4 * threads or cut.parts == 1)
+    busy = threads == 1 or cut.resident_tasks >= 4 * threads or cut.parts == 1
+    return cut.resident and (busy or (SLOW_THIRD_LEVEL and cut.resident_tasks % threads == 0))

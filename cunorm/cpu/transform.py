@@ -50,6 +50,7 @@ from .pieces import (
 )
 from .plan import (
     FETCHED_BLOCK_BYTES,
+    SLOW_THIRD_LEVEL,
     Columns,
     Rows,
     Runs,
@@ -94,8 +95,9 @@ from .threads import get_num_threads
 __all__ = ["infer", "normalize", "transform"]
 
 # Where the arrays of a call are larger than this together, its output bypasses the caches: it
-# would push out the data still to be read and be gone itself before anyone reads it.
-STREAMING_BYTES = min(64 << 20, last_level_cache()[0] // 4 * 3)
+# would push out the data still to be read and be gone itself before anyone reads it. A slow third
+# level is large, but shared by many.
+STREAMING_BYTES = min((40 if SLOW_THIRD_LEVEL else 64) << 20, last_level_cache()[0] // 4 * 3)
 
 
 @strict_function
