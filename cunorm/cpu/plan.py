@@ -165,8 +165,8 @@ _BLOCK_BYTES = _SECOND_LEVEL_BYTES // 4 if SLOW_THIRD_LEVEL else 2 << 20
 FETCHED_BLOCK_BYTES = _BLOCK_BYTES if SLOW_THIRD_LEVEL else 1 << 62  # any
 
 # Channels smaller than this are not left to threads that would write neighbouring runs of them in
-# step: these take cache lines from each other. Where the third level is slow, it costs more if
-# what a thread has summed, it does not write. Measured on Zen 3, 4 and an Intel Xeon.
+# step: these take cache lines from each other. Where the third level is slow (measured on an Intel
+# Xeon) it costs more to write what another thread has summed.
 _IN_STEP_BYTES = 128 << 10 if SLOW_THIRD_LEVEL else 1 << 62  # any
 
 # Rows a power of two apart share few places in a second-level cache: of so many ways, in each
