@@ -97,7 +97,7 @@ __all__ = ["infer", "normalize", "transform"]
 # Where the arrays of a call are larger than this together, its output bypasses the caches: it
 # would push out the data still to be read and be gone itself before anyone reads it. A slow third
 # level is large, but shared by many.
-STREAMING_BYTES = min((40 if SLOW_THIRD_LEVEL else 64) << 20, last_level_cache()[0] // 4 * 3)
+STREAMING_BYTES = min((48 if SLOW_THIRD_LEVEL else 64) << 20, last_level_cache()[0] // 4 * 3)
 
 
 @strict_function
