@@ -176,12 +176,8 @@ def _cut_for_cuda(monkeypatch, resident, _streaming):
 
 
 @pytest.fixture
-def small_pieces(monkeypatch, backend):
-    """Cut arrays into pieces so small that little ones take every path of large ones.
-
-    Called with what to change: `resident`, whether channels stay near the cache; `streaming`,
-    whether outputs pass the caches of a CPU.
-    """
+def forget_plans():
+    """Forgets what has been planned, when called and at the end."""
     from cunorm.cpu import backward, double_backward, plan, transform
     from cunorm.cuda import launch
 
@@ -189,11 +185,24 @@ def small_pieces(monkeypatch, backend):
     for module in (plan, transform, backward, double_backward):
         caches += [f for f in vars(module).values() if hasattr(f, "cache_clear")]
 
-    def cut(resident: bool, streaming: bool = True) -> None:
-        (_cut_for_cpu if backend == "cpu" else _cut_for_cuda)(monkeypatch, resident, streaming)
+    def forget() -> None:
         for function in caches:
             function.cache_clear()
 
-    yield cut
-    for function in caches:
-        function.cache_clear()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch, backend, forget_plans):
+    """Cut arrays into pieces so small that little ones take every path of large ones.
+
+    Called with what to change: `resident`, whether channels stay near the cache; `streaming`,
+    whether outputs pass the caches of a CPU.
+    """
+
+    def cut(resident: bool, streaming: bool = True) -> None:
+        (_cut_for_cpu if backend == "cpu" else _cut_for_cuda)(monkeypatch, resident, streaming)
+        forget_plans()
+
+    return cut

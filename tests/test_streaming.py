@@ -198,24 +198,16 @@ def test_streamed_groups_have_the_same_bits(rng, monkeypatch, groups, dtype):
 
 
 @pytest.fixture
-def fresh_plans(monkeypatch):
-    """Forgets what has been planned, when called and at the end.
+def fresh_plans(monkeypatch, forget_plans):
+    """Forgets what has been planned, when called.
 
     Plans are those for a fast third-level cache, with which more runs are taken as columns.
     """
-
-    def forget():
-        for module in (plan, transform, backward):
-            for function in vars(module).values():
-                if hasattr(function, "cache_clear"):
-                    function.cache_clear()
-
     monkeypatch.setattr(plan, "_APART_BYTES", 3 << 20)
     for name in ("_MIDDLING_RUN", "_MIDDLING_HALF_RUN"):
         monkeypatch.setattr(plan, name, (128, 256, 256, 256))
-    forget()
-    yield forget
-    forget()
+    forget_plans()
+    return forget_plans
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
