@@ -21,23 +21,23 @@ LENGTHS = [*range(140), 1000, 4097]
 
 @pytest.fixture(params=[32, 64], ids="registers of {} bytes".format)
 def all_sums(request, monkeypatch):
-    """A function of (dy, x, start, length, center) that gives all sums of a run."""
+    """A function of (dy, x, start, length, center, ...) that gives all sums of a run."""
     monkeypatch.setattr(sums, "REGISTER_BYTES", request.param)
 
     @njit(fastmath={"contract"})
-    def compiled(dy, x, start, length, center):
+    def compiled(dy, x, start, length, center, ahead, jump):
         single = sums.sum_about(x, start, length, center)
         return (
             single,
-            sums.sums_about(x, start, length, center),
-            sums.sums_with(dy, x, start, length, center),
+            sums.sums_about(x, start, length, center, ahead, jump),
+            sums.sums_with(dy, x, start, length, center, ahead, jump),
         )
 
-    def called(dy, x, start, length, center):
+    def called(dy, x, start, length, center, ahead=0, jump=0):
         number = KINDS[x.dtype.name][2]
         dy, x = (array.view(KINDS[array.dtype.name][1]) for array in (dy, x))
         single, (total, squares), (of_dy, of_products) = compiled(
-            dy, x, start, length, number(center)
+            dy, x, start, length, number(center), ahead, jump
         )
         assert single == total or np.isnan(single) == np.isnan(total)
         return np.array([total, squares, of_dy, of_products])
@@ -57,7 +57,9 @@ def test_sums_of_runs(rng, all_sums, dtype):
             dy, x = np.full((2, start + length + 40), np.nan, kind)
             dy[start : start + length], x[start : start + length] = values
             found.append(all_sums(dy, x, start, length, center))
-        np.testing.assert_array_equal(found[0], found[1])  # wherever they lie
+            found.append(all_sums(dy, x, start, length, center, 64, 1 << 20))
+        for other in found[1:]:  # wherever they lie, and whatever is fetched
+            np.testing.assert_array_equal(found[0], other)
         dy, x = values.astype(np.longdouble)
         deviation = x - center
         terms = np.array([deviation, deviation**2, dy, dy * deviation])
@@ -76,8 +78,8 @@ def test_sums_of_runs_that_are_scaled(rng, monkeypatch, dtype, registers):
     @njit(fastmath={"contract"})
     def compiled(dy, x, dx, start, length, center, scale):
         return (
-            sums.sums_with(dy, x, start, length, center),
-            sums.sums_with_scaled(dy, x, dx, start, length, center, scale),
+            sums.sums_with(dy, x, start, length, center, 0, 0),
+            sums.sums_with_scaled(dy, x, dx, start, length, center, scale, 64, 0),
         )
 
     line = 64 // np.dtype(kind).itemsize

@@ -43,6 +43,7 @@ from .elements import (
     load_scratch,
     prefetch,
     row_lead,
+    runs_ahead,
     same_place,
     scratch,
     stage_size,
@@ -50,6 +51,7 @@ from .elements import (
     store_streaming,
     streams_rows,
     strict_function,
+    sums_ahead,
     way_ahead,
     write_on,
     write_rows,
@@ -67,6 +69,7 @@ from .pieces import (
     runs_row,
     segments_chunk,
     segments_chunks,
+    segments_jump,
     segments_piece,
     segments_starts,
     spread,
@@ -277,18 +280,24 @@ def _segments_sums(
         at_once = streams and stage.size == 0 and inner * dx.itemsize % 64 == 0
     for chunk in range(part * part_chunks, min(chunks, (part + 1) * part_chunks)):
         row, rows, offset, length = segments_chunk(chunk, outer, inner, chunk_rows, chunk_length)
+        follows = outer > 1 and length == inner
+        ahead = runs_ahead(x, 2, length) if follows else sums_ahead(x, 2)
         for r in range(row, row + rows):
             for i in range(channels):
                 start = starts[i] + r * stride + offset
-                if outer > 1 and length == inner:
+                if follows and ahead == 0:
                     prefetch(dy, start + stride, length)
                     prefetch(x, start + stride, length)
+                jump = segments_jump(starts, i, channels, stride if follows else 0, length)
                 if dx is not None and at_once:
                     sum_dy, sum_dy_xmu = sums_with_scaled(
-                        dy, x, dx, start, length, load_scratch(means, i), load_scratch(scales, i)
-                    )
+                        dy, x, dx, start, length, load_scratch(means, i), load_scratch(scales, i),
+                        ahead, jump,
+                    )  # fmt: skip
                 else:
-                    sum_dy, sum_dy_xmu = sums_with(dy, x, start, length, load_scratch(means, i))
+                    sum_dy, sum_dy_xmu = sums_with(
+                        dy, x, start, length, load_scratch(means, i), ahead, jump
+                    )
                 store(of_dy, i, load_scratch(of_dy, i) + sum_dy)
                 store(of_dy_xmu, i, load_scratch(of_dy_xmu, i) + sum_dy_xmu)
                 if dx is not None and dx.size and not at_once:
@@ -575,13 +584,21 @@ def _columns_chunk(
                 fetch(x, i + 2 * stride, step)
             _two_rows(dy, x, a, b, p, step, mean, sum_dy, sum_dy_xmu)
         _two_rows(dy, x, a, b, whole, width - whole, mean, sum_dy, sum_dy_xmu)
+    ahead = sums_ahead(x, 2) if on else 0
     for row in range(-1 if on else twos, rows):
+        begin = start + row * stride
         first, last = _row_range(row, rows, width, lead, on)
-        numbers = (start + row * stride, first, last, to_p, mean, scale, zero, sum_dy, sum_dy_xmu)
+        known = (to_p, mean, scale, zero, sum_dy, sum_dy_xmu)
         if dx is not None and last - first == width:
-            _row_reduce(dy, x, dx, store_streaming, *numbers)
-        else:
-            _row_reduce(dy, x, dx, store, *numbers)
+            _row_reduce(dy, x, dx, store_streaming, begin, first, last, *known)
+            continue
+        if ahead > 0:
+            for p in range(first, last - step + 1, step):
+                fetch(dy, begin + p + ahead, step)
+                fetch(x, begin + p + ahead, step)
+                _row_reduce(dy, x, dx, store, begin, p, p + step, *known)
+            first += (last - first) // step * step
+        _row_reduce(dy, x, dx, store, begin, first, last, *known)
     if on:
         _lead_back(sum_dy, to_p, width, lead)
         _lead_back(sum_dy_xmu, to_p, width, lead)

@@ -24,6 +24,7 @@ from numba.extending import intrinsic, overload
 
 from .entry import Kernel
 from .inlined import InlinedCompiler
+from .plan import SLOW_THIRD_LEVEL
 from .vectors import Vectors
 
 if hasattr(os, "register_at_fork"):
@@ -45,10 +46,13 @@ _FAR_BYTES = 4 << 20
 _STAGE_BYTES = 2 << 10
 
 # Memory that is read on and on is fetched so many lines ahead, so many at a time: a step of the
-# loop over float32; of the next run no more than so many. Measured on Zen 5.
+# loop over float32; of the next run no more than so many. Measured on Zen 5. Where the third level
+# is slow (measured on an Intel Xeon) runs that are summed are fetched ahead, too, the next one
+# after the end; but not shorter ones, of which the next is fetched at once.
 _AHEAD_LINES = 64
 _FETCHED_LINES = 4
 _MOST_RUN_LINES = 160
+_LEAST_RUN_LINES = 32
 
 # So many float16 of a run are written in one step.
 _BLOCK = 32
@@ -380,15 +384,20 @@ def _address_of(typing_context, array, index):
     return types.int64(array, types.intp), generate
 
 
+def fetch_line(context, builder, kind, array, index):
+    """Write that the cache line of an element is fetched, which need not lie in the array."""
+    address = _address(context, builder, kind, array, index)
+    byte = builder.bitcast(address, ir.IntType(8).as_pointer())
+    word = ir.IntType(32)
+    signature = ir.FunctionType(ir.VoidType(), [byte.type, word, word, word])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
+    builder.call(function, [byte, word(0), word(_SECOND_LEVEL), word(1)])
+
+
 @intrinsic
 def _prefetch(typing_context, array, index):
     def generate(context, builder, signature, arguments):
-        address = _address(context, builder, signature.args[0], *arguments)
-        byte = builder.bitcast(address, ir.IntType(8).as_pointer())
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte.type, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [byte, word(0), word(_SECOND_LEVEL), word(1)])
+        fetch_line(context, builder, signature.args[0], *arguments)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -445,6 +454,22 @@ def prefetch(array, start, length):
 def way_ahead(array):
     """How many elements ahead to fetch in memory that is read on and on."""
     return _AHEAD_LINES * _per_line(array)
+
+
+@device_function
+def sums_ahead(array, arrays):
+    """The same where so many arrays like this one are summed; 0: the hardware does as well."""
+    if not SLOW_THIRD_LEVEL or not is_far(array):
+        return 0
+    return way_ahead(array) // arrays
+
+
+@device_function
+def runs_ahead(array, arrays, length):
+    """The same where they are summed run by run; 0: the next run is fetched at once."""
+    if length < _LEAST_RUN_LINES * _per_line(array):
+        return 0
+    return min(length, sums_ahead(array, arrays))
 
 
 @device_function

@@ -65,6 +65,17 @@ def segments_starts(first, last, outer, group, inner, starts):
 
 
 @device_function
+def segments_jump(starts, i, channels, stride, length):
+    """How far it is from the end of a run of the i'th of some channels to the run read next.
+
+    They are read in turns; `stride` is 0 if no other run of a channel follows.
+    """
+    if i + 1 < channels:
+        return starts[i + 1] - starts[i] - length
+    return starts[0] + stride - starts[i] - length if stride > 0 else 0
+
+
+@device_function
 def next_parameters(parameter, members, parameters):
     """Where the parameters of the next statistic begin; those of a sample begin anew."""
     following = parameter + members

@@ -37,10 +37,12 @@ from .elements import (
     scratch,
     store,
     strict_function,
+    sums_ahead,
     unless_none,
     write,
 )
 from .memory import empty
+from .plan import SLOW_THIRD_LEVEL
 from .pool import run
 from .statistics import (
     LOT_BYTES,
@@ -125,11 +127,11 @@ _SINGLE_LENGTH = 2048
 
 # While a row is written, what lies so many bytes ahead is fetched: in a forward pass of single
 # rows that are no longer, but longer than so much if they follow each other, in a backward pass of
-# half types' rows that are longer than so much. Others the hardware reads as quickly, or more so.
-# Measured on Zen 4 and 5.
+# rows that are longer than so much, of half types or others. Others the hardware reads as quickly,
+# or more so. Measured on Zen 4 and 5, and on an Intel Xeon with a slow third level.
 _AHEAD_BYTES = 16 << 10
 _FOLLOWING_BYTES = 4 << 10
-_SLOW_BYTES = 5 << 9
+_SLOW_BYTES, _SLOW_WIDE_BYTES = (512, 3 << 10) if SLOW_THIRD_LEVEL else (5 << 9, 1 << 62)
 
 # Blocks of a row's gradients are added up for so many elements at a time, in a near cache.
 _ADDED_ELEMENTS = 1024
@@ -148,12 +150,12 @@ def _row_ahead(x, number, length):
 
 
 @device_function
-def _squares(x, base, length, chunk_length):
-    """Sum of squares of a row."""
+def _squares(x, base, length, chunk_length, ahead):
+    """Sum of squares of a row; see `sums_about`."""
     total = 0.0
     for offset in range(0, length, chunk_length):
         size = min(chunk_length, length - offset)
-        total += sums_about(x, base + offset, size, as_accumulator(x, 0.0))[1]
+        total += sums_about(x, base + offset, size, as_accumulator(x, 0.0), ahead, 0)[1]
     return total
 
 
@@ -235,6 +237,7 @@ def normalize_rows(
     fetched = lot == 1 and row_bytes <= _AHEAD_BYTES
     fetched = fetched and (number > 1 or row_bytes > _FOLLOWING_BYTES)
     ahead = _row_ahead(x, number, length) if streaming and fetched else 0
+    ahead_of_sums = sums_ahead(x, 1) if ahead == 0 and number == 1 else 0
     starts, centers, sums = np.empty(lot, np.int64), scratch(x, lot), np.empty((2, lot))
     moments = np.empty((3, lot))
     means, squares = moments[1], moments[2]
@@ -251,10 +254,13 @@ def normalize_rows(
                     size = min(chunk_length, length - offset)
                     for i in range(rows):
                         starts[i] = (row + i * number) * length + offset
-                    chunk_moments(x, rows, starts, 1, 0, size, centers, sums, moments)
+                    chunk_moments(
+                        x, rows, starts, 1, 0, size, ahead_of_sums, centers, sums, moments
+                    )
             else:
                 for i in range(rows):
-                    squares[i] = _squares(x, (row + i * number) * length, length, chunk_length)
+                    start = (row + i * number) * length
+                    squares[i] = _squares(x, start, length, chunk_length, ahead_of_sums)
             count = np.float64(length)
             if number == 1:  # vectorized
                 for i in range(rows):
@@ -276,6 +282,7 @@ def squares_rows(
     board, me, x, partials, /, batch, number, length, chunk_length, pieces, block, blocks
 ):
     """A task is one piece of a row; `partials[piece]` gets counts, zeros and sums of squares."""
+    ahead = sums_ahead(x, 1)
     task = next_task(board, me)
     while task >= 0:
         row, piece = task // pieces, task % pieces
@@ -283,7 +290,7 @@ def squares_rows(
         partials[piece, 0, row] = size
         partials[piece, 1, row] = 0.0
         start = row * length + piece * chunk_length
-        partials[piece, 2, row] = sums_about(x, start, size, as_accumulator(x, 0.0))[1]
+        partials[piece, 2, row] = sums_about(x, start, size, as_accumulator(x, 0.0), ahead, 0)[1]
         task = next_task(board, me)
 
 
@@ -505,7 +512,7 @@ def backward_rows(
     statistics = (mean, residual, inv_std)
     of_weight, of_bias = scratch(x, length), scratch(x, length)
     nothing = np.zeros(chunk_length, x.dtype)
-    slow = x.itemsize == 2 and length * x.itemsize > _SLOW_BYTES
+    slow = length * x.itemsize > (_SLOW_BYTES if x.itemsize == 2 else _SLOW_WIDE_BYTES)
     ahead = _row_ahead(x, number, length) if streaming and slow else 0
     task = next_task(board, me)
     while task >= 0:

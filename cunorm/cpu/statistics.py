@@ -40,9 +40,11 @@ from .elements import (
     load_scratch,
     place,
     prefetch,
+    runs_ahead,
     scratch,
     store,
     strict_function,
+    sums_ahead,
 )
 from .memory import empty
 from .pieces import (
@@ -51,6 +53,7 @@ from .pieces import (
     columns_piece,
     segments_chunk,
     segments_chunks,
+    segments_jump,
     segments_piece,
     segments_starts,
 )
@@ -233,15 +236,15 @@ def _center_runs(x, first, last, starts, length, centers, totals):
 
 
 @device_function
-def _add_run(x, i, start, length, centers, totals, squares):
-    """Add what a run deviates from the i'th center, and the squares of that."""
-    total, square = sums_about(x, start, length, load_scratch(centers, i))
+def _add_run(x, i, start, length, centers, totals, squares, ahead, jump):
+    """Add what a run deviates from the i'th center, and the squares of that; see `sums_about`."""
+    total, square = sums_about(x, start, length, load_scratch(centers, i), ahead, jump)
     store(totals, i, load_scratch(totals, i) + total)
     store(squares, i, load_scratch(squares, i) + square)
 
 
 @device_function
-def _first_runs(x, channels, starts, stride, length, centers, totals, squares):
+def _first_runs(x, channels, starts, stride, length, ahead, centers, totals, squares):
     """Centers of some channels, and the sums of their first runs about them.
 
     Longer runs of wide elements, which come from memory no sooner than they are worked on, are
@@ -253,11 +256,12 @@ def _first_runs(x, channels, starts, stride, length, centers, totals, squares):
         end = min(channels, begin + lot)
         _center_runs(x, begin, end, starts, length, centers, totals)
         for i in range(begin, end):
-            if stride > 0:
+            if stride > 0 and ahead == 0:
                 prefetch(x, starts[i] + stride, length)
             store(totals, i, 0.0)
             store(squares, i, 0.0)
-            _add_run(x, i, starts[i], length, centers, totals, squares)
+            jump = segments_jump(starts, i, channels, stride, length)
+            _add_run(x, i, starts[i], length, centers, totals, squares, ahead, jump)
 
 
 @strict_function
@@ -279,22 +283,23 @@ def _center_again(x, channels, starts, rows, stride, length, centers, totals, sq
         store(totals, i, 0.0)
         store(squares, i, 0.0)
         for r in range(rows):
-            _add_run(x, i, starts[i] + r * stride, length, centers, totals, squares)
+            _add_run(x, i, starts[i] + r * stride, length, centers, totals, squares, 0, 0)
 
 
 @device_function
-def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, moments):
+def chunk_moments(x, channels, starts, rows, stride, length, ahead, centers, sums, moments):
     """Merge a chunk of each of some channels into their counts, means and m2, rows of `moments`.
 
     Of channel i it is `rows` runs of `length` elements, `stride` apart, from `starts[i]` on; that
-    is 0 if no run follows. All channels have the same count. `centers` and `sums` are room. What
-    is computed once for a channel is vectorized.
+    is 0 if no run follows. What lies so many elements `ahead` is fetched meanwhile, as
+    `sums_about` does, or, if that is 0, the next run of each. All channels have the same count.
+    `centers` and `sums` are room. What is computed once for a channel is vectorized.
     """
     counts, means, totals, squares = moments[0], moments[1], sums[0], sums[1]
     count = np.float64(rows * length)
     first = load_scratch(counts, 0) == 0.0
     if first:
-        _first_runs(x, channels, starts, stride, length, centers, totals, squares)
+        _first_runs(x, channels, starts, stride, length, ahead, centers, totals, squares)
     else:
         for i in range(channels):
             store(centers, i, _center(x, load_scratch(means, i)))
@@ -303,10 +308,11 @@ def chunk_moments(x, channels, starts, rows, stride, length, centers, sums, mome
     for r in range(1 if first else 0, rows):
         for i in range(channels):
             start = starts[i] + r * stride
-            if stride > 0:
+            if stride > 0 and ahead == 0:
                 prefetch(x, start + stride, length)
+            jump = segments_jump(starts, i, channels, stride, length)
             # As `_add_run` has it; by way of that it took a tenth longer from memory, in float32.
-            total, square = sums_about(x, start, length, load_scratch(centers, i))
+            total, square = sums_about(x, start, length, load_scratch(centers, i), ahead, jump)
             store(totals, i, load_scratch(totals, i) + total)
             store(squares, i, load_scratch(squares, i) + square)
     if first:
@@ -353,8 +359,18 @@ def segments_moments(
             starts[i] += there - here
         here = there
         follows = outer > 1 and length == inner
+        ahead = runs_ahead(x, 1, length) if follows else sums_ahead(x, 1)
         chunk_moments(
-            x, channels, starts, rows, stride if follows else 0, length, centers, sums, moments
+            x,
+            channels,
+            starts,
+            rows,
+            stride if follows else 0,
+            length,
+            ahead,
+            centers,
+            sums,
+            moments,
         )
 
 

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .elements import accumulator, put, read
+from .elements import accumulator, fetch_line, put, read
 from .vectors import REGISTER_BYTES, WORD, Vectors
 
 __all__ = ["SAMPLED", "sum_about", "sum_of_sample", "sums_about", "sums_with", "sums_with_scaled"]
@@ -38,8 +38,11 @@ class _Writer(Vectors):
 
     before = False  # whether elements are read before a store that may change them
 
-    def __init__(self, context, builder, signature, arguments, terms, number_of_terms, lanes=0):
+    def __init__(
+        self, context, builder, signature, arguments, terms, number_of_terms, lanes=0, fetched=None
+    ):
         *arrays, self.start, self.length, self.center = arguments
+        self.fetched = fetched  # how far ahead, and how far the run is from that which is next
         self.context = context
         self.terms, self.number_of_terms = terms, number_of_terms
         self.arrays = list(zip(signature.args[: len(arrays)], arrays, strict=True))
@@ -61,6 +64,20 @@ class _Writer(Vectors):
     def pass_on(self, index, elements):
         """Do what else is done with elements from an index on."""
 
+    def fetch(self, offset, number):
+        """Fetch so many elements, ahead of those from an offset on, or of the next run."""
+        if self.fetched is None:
+            return
+        builder, (ahead, jump) = self.builder, self.fetched
+        with builder.if_then(builder.icmp_signed("!=", ahead, WORD(0))):
+            there = builder.add(offset, ahead)
+            within = builder.icmp_signed("<", there, self.length)
+            there = builder.add(there, builder.select(within, WORD(0), jump))
+            index = builder.add(self.start, there)
+            for kind, array in self.arrays:
+                for first in range(0, number, 8 * 64 // kind.dtype.bitwidth):
+                    fetch_line(self.context, builder, kind, array, builder.add(index, WORD(first)))
+
     def add(self, totals, terms):
         """Add terms to what some addresses hold."""
         for total, term in zip(totals, terms, strict=True):
@@ -73,9 +90,12 @@ class _Writer(Vectors):
         step = WORD(lanes * len(chains))
         many, whole = (builder.and_(self.length, WORD(-of)) for of in (lanes * len(chains), lanes))
         with cgutils.for_range_slice(builder, WORD(0), many, step) as (offset, _):
+            self.fetch(offset, lanes * len(chains))
             for i, totals in enumerate(chains):
                 place = builder.add(offset, WORD(i * lanes))
                 self.add(totals, self.terms_at(place, center, lanes))
+        with builder.if_then(builder.icmp_signed("<", many, self.length)):
+            self.fetch(many, lanes * len(chains))
         totals = chains[0]
         for other in chains[1:]:
             self.add(totals, [builder.load(total) for total in other])
@@ -178,27 +198,37 @@ def sum_of_sample(typing_context, x, start, center):
 
 
 @intrinsic
-def sums_about(typing_context, x, start, length, center):
-    """Sums of x[i] - center and of its square."""
+def sums_about(typing_context, x, start, length, center, ahead, jump):
+    """Sums of x[i] - center and of its square, of a run.
+
+    What lies so many elements `ahead` is fetched meanwhile, but for 0; where that is not in the
+    run, in the next one, which begins so many elements after the end.
+    """
 
     def generate(context, builder, signature, arguments):
-        sums = _Writer(context, builder, signature, arguments, _squared, 2).write()
+        *first, ahead, jump = arguments
+        writer = _Writer(context, builder, signature, first, _squared, 2, 0, (ahead, jump))
+        sums = writer.write()
         return context.make_tuple(builder, signature.return_type, sums)
 
     number = accumulator(x.dtype)
-    return types.UniTuple(number, 2)(x, types.intp, types.intp, number), generate
+    index = types.intp
+    return types.UniTuple(number, 2)(x, index, index, number, index, index), generate
 
 
 @intrinsic
-def sums_with(typing_context, dy, x, start, length, center):
-    """Sums of dy[i] and of dy[i] * (x[i] - center)."""
+def sums_with(typing_context, dy, x, start, length, center, ahead, jump):
+    """Sums of dy[i] and of dy[i] * (x[i] - center), of a run, fetching as `sums_about` does."""
 
     def generate(context, builder, signature, arguments):
-        sums = _Writer(context, builder, signature, arguments, _multiplied, 2).write()
+        *first, ahead, jump = arguments
+        writer = _Writer(context, builder, signature, first, _multiplied, 2, 0, (ahead, jump))
+        sums = writer.write()
         return context.make_tuple(builder, signature.return_type, sums)
 
     number = accumulator(x.dtype)
-    return types.UniTuple(number, 2)(dy, x, types.intp, types.intp, number), generate
+    index = types.intp
+    return types.UniTuple(number, 2)(dy, x, index, index, number, index, index), generate
 
 
 class _Scaler(_Writer):
@@ -206,8 +236,8 @@ class _Scaler(_Writer):
 
     before = True  # the output may be any of the arrays
 
-    def __init__(self, context, builder, signature, arguments, terms, number_of_terms, output):
-        super().__init__(context, builder, signature, arguments, terms, number_of_terms)
+    def __init__(self, context, builder, signature, arguments, output, fetched):
+        super().__init__(context, builder, signature, arguments, _multiplied, 2, 0, fetched)
         self.kind, self.output, scale = output
         self.scale = self.splat(scale)
 
@@ -218,15 +248,17 @@ class _Scaler(_Writer):
 
 
 @intrinsic
-def sums_with_scaled(typing_context, dy, x, dx, start, length, center, scale):
+def sums_with_scaled(typing_context, dy, x, dx, start, length, center, scale, ahead, jump):
     """`sums_with` of a run of whole vectors; dx[i] = dy[i] * scale, written past the caches."""
 
     def generate(context, builder, signature, arguments):
-        output = signature.args[2], arguments[2], arguments[6]
-        first = [*arguments[:2], *arguments[3:6]]
-        sums = _Scaler(context, builder, signature, first, _multiplied, 2, output).write_whole()
+        dy, x, dx, start, length, center, scale, *fetched = arguments
+        output = signature.args[2], dx, scale
+        first = dy, x, start, length, center
+        sums = _Scaler(context, builder, signature, first, output, fetched).write_whole()
         return context.make_tuple(builder, signature.return_type, sums)
 
     number = accumulator(x.dtype)
-    whole = types.intp, types.intp, number, number
-    return types.UniTuple(number, 2)(dy, x, dx, *whole), generate
+    index = types.intp
+    rest = index, index, number, number, index, index
+    return types.UniTuple(number, 2)(dy, x, dx, *rest), generate
