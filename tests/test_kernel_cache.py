@@ -90,6 +90,15 @@ def test_copies_under_each_others_names(tmp_path):
     assert compiled(tmp_path) == (0, "")
 
 
+def test_made_for_another_cache(tmp_path):
+    """Processors of one name are told apart by the cache that kernels are made for."""
+    number, _ = compiled(tmp_path)
+    other = "import cunorm.cpu.memory as memory; memory.second_level_cache = lambda: 3 << 20\n"
+    assert compiled(tmp_path, other) == (number, "")
+    assert compiled(tmp_path, other) == (0, "")
+    assert compiled(tmp_path) == (0, "")
+
+
 def test_made_from_other_sources(tmp_path):
     """A change in what a kernel calls, in another file of the same name and age, is seen."""
     package = tmp_path / "cunorm"

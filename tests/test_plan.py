@@ -274,6 +274,20 @@ def test_parts_of_segments_follow_each_other_as_memory(
     assert found == sorted(expected, key=lambda at: at[::-1] if alternating else at)
 
 
+@pytest.mark.parametrize(("channels", "stride"), [(1, 40), (3, 40), (3, 0), (1, 0)])
+def test_jumps_to_the_run_that_is_read_next(channels, stride):
+    """From the end of each, in turns; from the last one nowhere."""
+    length, rows = 7, 3 if stride else 1
+    starts = [5, 15, 100][:channels]
+    begins = [start + row * stride for row in range(rows) for start in starts]
+    for n, begin in enumerate(begins):
+        jump = pieces.segments_jump.py_func(starts, n % channels, channels, stride, length)
+        if n + 1 < len(begins):
+            assert begin + length + jump == begins[n + 1]
+        elif stride == 0:
+            assert jump == 0
+
+
 def test_rows_are_covered():
     """Pieces of rows, and blocks of samples, whatever their number."""
     for batch, length in [(1, 1), (3, 4097), (1000, 128), (131072, 128), (5, 700_001), (64, 12288)]:

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from llvmlite import ir
 from ml_dtypes import bfloat16
 from numba import njit
 
-from cunorm.cpu import sums
+from cunorm.cpu import elements, sums
 
 pytestmark = pytest.mark.cpu
 
@@ -65,6 +66,46 @@ def test_sums_of_runs(rng, all_sums, dtype):
         terms = np.array([deviation, deviation**2, dy, dy * deviation])
         bound = (length + 3) * np.finfo(number).eps * np.abs(terms).sum(axis=1)
         assert (np.abs(found[0] - terms.sum(axis=1)) <= bound).all(), length
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_what_is_fetched(monkeypatch, dtype):
+    """The rest of a run and the begin of the next one, but for a step between them; or nothing."""
+
+    def mark(context, builder, kind, array, index):
+        address = elements._address(context, builder, kind, array, index)
+        builder.store(ir.Constant(address.type.pointee, 1), address)
+
+    monkeypatch.setattr(sums, "fetch_line", mark)
+    kind, view, number = KINDS[dtype]
+    line, step = 64 // np.dtype(kind).itemsize, 256 // np.dtype(kind).itemsize
+
+    @njit
+    def compiled(dy, x, start, length, ahead, jump):
+        sums.sums_about(x, start, length, number(0), ahead, jump)
+        sums.sums_with(dy, x, start, length, number(0), ahead, jump)
+
+    for start, length, ahead, jump in [
+        (3, 20 * line, 8 * line, 0), (0, 20 * line + 5, 8 * line, 1000), (7, 777, 777, 2000),
+        (5, 40, 8 * line, 0), (0, 500, 0, 1000), (2 * line, 5 * line, 16 * line, 3000),
+    ]:  # fmt: skip
+        arrays = np.zeros((2, 8192), kind)
+        dy, x = arrays
+        compiled(dy.view(view), x.view(view), start, length, ahead, jump)
+        end, following = start + length, start + length + jump
+        wanted = {
+            *range(start + ahead, end),
+            *range(following + max(step, ahead - length), following + ahead),
+        }
+        begins = end, following, following + ahead
+        beyond = {i for begin in begins for i in range(begin, begin + step)}
+        for marked in map(np.flatnonzero, arrays):
+            fetched = {i for first in marked for i in range(first, first + line)}
+            if ahead == 0:
+                assert not fetched
+            else:
+                assert not wanted - fetched
+                assert not fetched - wanted - beyond
 
 
 @pytest.mark.parametrize("registers", [32, 64])

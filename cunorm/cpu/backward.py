@@ -101,7 +101,7 @@ from .rows import (
     row_parameter,
 )
 from .short_rows import short_backward
-from .statistics import NONE, optional, parameter, residual_times
+from .statistics import FETCHED_BYTES, NONE, optional, parameter, residual_times
 from .sums import sums_with, sums_with_scaled
 from .tasks import last_task, next_task, numbers, shared_kernel
 from .threads import get_num_threads
@@ -288,7 +288,9 @@ def _segments_sums(
                 if follows and ahead == 0:
                     prefetch(dy, start + stride, length)
                     prefetch(x, start + stride, length)
-                jump = segments_jump(starts, i, channels, stride if follows else 0, length)
+                jump = 0
+                if ahead > 0:
+                    jump = segments_jump(starts, i, channels, stride if follows else 0, length)
                 if dx is not None and at_once:
                     sum_dy, sum_dy_xmu = sums_with_scaled(
                         dy, x, dx, start, length, load_scratch(means, i), load_scratch(scales, i),
@@ -584,7 +586,7 @@ def _columns_chunk(
                 fetch(x, i + 2 * stride, step)
             _two_rows(dy, x, a, b, p, step, mean, sum_dy, sum_dy_xmu)
         _two_rows(dy, x, a, b, whole, width - whole, mean, sum_dy, sum_dy_xmu)
-    ahead = sums_ahead(x, 2) if on else 0
+    ahead = sums_ahead(x, 2) if on and x.size * x.itemsize > FETCHED_BYTES else 0
     for row in range(-1 if on else twos, rows):
         begin = start + row * stride
         first, last = _row_range(row, rows, width, lead, on)

@@ -2,9 +2,9 @@
 
 Numba tells a fresh copy by the file of the function alone, not by what it calls, and keeps an
 index that two processes may write at once. Here each specialization has a file of its own, named
-by the function, its types and the processor, which begins with two digests: of all sources and
-versions that it was made from, and of its key and what follows. A file that does not begin so is
-written anew.
+by the function, its types, the processor and its cache, which begins with two digests: of all
+sources and versions that it was made from, and of its key and what follows. A file that does not
+begin so is written anew.
 
 Where nothing can be kept, on a full disk say, a warning says so once, and kernels are compiled
 by every process.
@@ -27,8 +27,12 @@ from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
 from .._version import __version__
+from .memory import second_level_cache
 
 __all__ = ["KernelCache", "warn_not_kept"]
+
+# Numba's key has the processor's name alone, and kernels fetch by the size of this cache (`plan`).
+_SECOND_LEVEL_BYTES = second_level_cache()
 
 _DIGEST = sha256().digest_size
 
@@ -98,7 +102,8 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
             warn_not_kept(f"{error.strerror}, {self.cache_path}")
 
     def _key(self, sig, codegen):
-        return repr((self._impl.filename_base, self._index_key(sig, codegen))).encode()
+        made_for = self._index_key(sig, codegen), _SECOND_LEVEL_BYTES
+        return repr((self._impl.filename_base, *made_for)).encode()
 
     def _file(self, key):
         name = f"{self._impl.filename_base}.{sha256(key).hexdigest()[:16]}.nbc"

@@ -62,11 +62,11 @@ from .pool import run
 from .sums import SAMPLED, sum_about, sum_of_sample, sums_about
 from .tasks import next_task, numbers, shared_kernel
 
-__all__ = ["moments", "update_running"]
+__all__ = ["FETCHED_BYTES", "moments", "update_running"]
 
-# Rows of arrays of more bytes are fetched ahead also where they follow each other. Measured on
-# Zen 5: smaller ones come from the third-level cache, and are slower so.
-_FETCHED_BYTES = 8 << 20
+#: Rows of arrays of more bytes are fetched ahead also where they follow each other. Measured on
+#: Zen 5: smaller ones come from the third-level cache, and are slower so.
+FETCHED_BYTES = 8 << 20
 
 # Of shorter runs all elements are the sample; of columns so many rows, or all if they are fewer
 # than twice so many.
@@ -260,7 +260,7 @@ def _first_runs(x, channels, starts, stride, length, ahead, centers, totals, squ
                 prefetch(x, starts[i] + stride, length)
             store(totals, i, 0.0)
             store(squares, i, 0.0)
-            jump = segments_jump(starts, i, channels, stride, length)
+            jump = segments_jump(starts, i, channels, stride, length) if ahead > 0 else 0
             _add_run(x, i, starts[i], length, centers, totals, squares, ahead, jump)
 
 
@@ -310,7 +310,7 @@ def chunk_moments(x, channels, starts, rows, stride, length, ahead, centers, sum
             start = starts[i] + r * stride
             if stride > 0 and ahead == 0:
                 prefetch(x, start + stride, length)
-            jump = segments_jump(starts, i, channels, stride, length)
+            jump = segments_jump(starts, i, channels, stride, length) if ahead > 0 else 0
             # As `_add_run` has it; by way of that it took a tenth longer from memory, in float32.
             total, square = sums_about(x, start, length, load_scratch(centers, i), ahead, jump)
             store(totals, i, load_scratch(totals, i) + total)
@@ -425,7 +425,7 @@ def _by_fours(x, start, stride, rows, width, new, add, arguments):
     The next four are fetched meanwhile if they are not near, being `new` and far.
     """
     fours, step = rows // 4 * 4, fetch_step(x)
-    far = apart(x, stride, width) or x.size * x.itemsize > _FETCHED_BYTES
+    far = apart(x, stride, width) or x.size * x.itemsize > FETCHED_BYTES
     for row in range(0, fours, 4):
         a = start + row * stride
         b, c, d = a + stride, a + 2 * stride, a + 3 * stride

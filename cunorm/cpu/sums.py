@@ -66,17 +66,14 @@ class _Writer(Vectors):
 
     def fetch(self, offset, number):
         """Fetch so many elements, ahead of those from an offset on, or of the next run."""
-        if self.fetched is None:
-            return
         builder, (ahead, jump) = self.builder, self.fetched
-        with builder.if_then(builder.icmp_signed("!=", ahead, WORD(0))):
-            there = builder.add(offset, ahead)
-            within = builder.icmp_signed("<", there, self.length)
-            there = builder.add(there, builder.select(within, WORD(0), jump))
-            index = builder.add(self.start, there)
-            for kind, array in self.arrays:
-                for first in range(0, number, 8 * 64 // kind.dtype.bitwidth):
-                    fetch_line(self.context, builder, kind, array, builder.add(index, WORD(first)))
+        there = builder.add(offset, ahead)
+        within = builder.icmp_signed("<", there, self.length)
+        there = builder.add(there, builder.select(within, WORD(0), jump))
+        index = builder.add(self.start, there)
+        for kind, array in self.arrays:
+            for first in range(0, number, 8 * 64 // kind.dtype.bitwidth):
+                fetch_line(self.context, builder, kind, array, builder.add(index, WORD(first)))
 
     def add(self, totals, terms):
         """Add terms to what some addresses hold."""
@@ -84,18 +81,33 @@ class _Writer(Vectors):
             new = self.builder.fadd(self.builder.load(total), term, flags=("contract",))
             self.builder.store(new, total)
 
-    def add_whole(self, chains, center):
-        """Add the terms of all whole vectors to the first chain; where they end."""
+    def add_many(self, chains, center, end, fetches):
+        """Add the terms of so many elements, as many vectors as chains at a time."""
         builder, lanes = self.builder, self.lanes
-        step = WORD(lanes * len(chains))
-        many, whole = (builder.and_(self.length, WORD(-of)) for of in (lanes * len(chains), lanes))
-        with cgutils.for_range_slice(builder, WORD(0), many, step) as (offset, _):
-            self.fetch(offset, lanes * len(chains))
+        step = lanes * len(chains)
+        with cgutils.for_range_slice(builder, WORD(0), end, WORD(step)) as (offset, _):
+            if fetches:
+                self.fetch(offset, step)
             for i, totals in enumerate(chains):
                 place = builder.add(offset, WORD(i * lanes))
                 self.add(totals, self.terms_at(place, center, lanes))
-        with builder.if_then(builder.icmp_signed("<", many, self.length)):
-            self.fetch(many, lanes * len(chains))
+        if fetches:
+            with builder.if_then(builder.icmp_signed("<", end, self.length)):
+                self.fetch(end, step)
+
+    def add_whole(self, chains, center):
+        """Add the terms of all whole vectors to the first chain; where they end."""
+        builder, lanes = self.builder, self.lanes
+        many, whole = (builder.and_(self.length, WORD(-of)) for of in (lanes * len(chains), lanes))
+        if self.fetched is None:
+            self.add_many(chains, center, many, False)
+        else:  # a loop for each: of short runs a test at every step takes a tenth of the time
+            fetches = builder.icmp_signed("!=", self.fetched[0], WORD(0))
+            with builder.if_else(fetches, likely=False) as (fetching, otherwise):
+                with fetching:
+                    self.add_many(chains, center, many, True)
+                with otherwise:
+                    self.add_many(chains, center, many, False)
         totals = chains[0]
         for other in chains[1:]:
             self.add(totals, [builder.load(total) for total in other])
