@@ -31,7 +31,7 @@ from .memory import second_level_cache
 
 __all__ = ["KernelCache", "warn_not_kept"]
 
-# Numba's key has the processor's name alone, and kernels fetch by the size of this cache (`plan`).
+# Kernels fetch by the size of this cache (`plan`), which is not in Numba's key.
 _SECOND_LEVEL_BYTES = second_level_cache()
 
 _DIGEST = sha256().digest_size

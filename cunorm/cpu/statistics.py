@@ -361,17 +361,9 @@ def segments_moments(
         follows = outer > 1 and length == inner
         ahead = runs_ahead(x, 1, length) if follows else sums_ahead(x, 1)
         chunk_moments(
-            x,
-            channels,
-            starts,
-            rows,
-            stride if follows else 0,
-            length,
-            ahead,
-            centers,
-            sums,
+            x, channels, starts, rows, stride if follows else 0, length, ahead, centers, sums,
             moments,
-        )
+        )  # fmt: skip
 
 
 @shared_kernel

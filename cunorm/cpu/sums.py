@@ -42,7 +42,7 @@ class _Writer(Vectors):
         self, context, builder, signature, arguments, terms, number_of_terms, lanes=0, fetched=None
     ):
         *arrays, self.start, self.length, self.center = arguments
-        self.fetched = fetched  # how far ahead, and how far the run is from that which is next
+        self.fetched = fetched  # how far ahead, and how far from the end the next run is
         self.context = context
         self.terms, self.number_of_terms = terms, number_of_terms
         self.arrays = list(zip(signature.args[: len(arrays)], arrays, strict=True))
@@ -101,7 +101,7 @@ class _Writer(Vectors):
         many, whole = (builder.and_(self.length, WORD(-of)) for of in (lanes * len(chains), lanes))
         if self.fetched is None:
             self.add_many(chains, center, many, False)
-        else:  # a loop for each: of short runs a test at every step takes a tenth of the time
+        else:  # a loop for each: in short runs a test at every step takes time
             fetches = builder.icmp_signed("!=", self.fetched[0], WORD(0))
             with builder.if_else(fetches, likely=False) as (fetching, otherwise):
                 with fetching:
