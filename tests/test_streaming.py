@@ -126,7 +126,7 @@ def test_only_what_is_larger_than_the_limit_is_streamed(rng, monkeypatch, shape)
 @pytest.mark.parametrize("channels", [48, 64, 512, 1000, 1024])
 def test_large_columns_have_the_same_bits_wherever_they_lie(rng, channels, dtype):
     """Rows that backward reads on and on are added from cache line to cache line."""
-    most = max(statistics._FETCHED_BYTES, backward._READ_ON_BYTES)
+    most = max(statistics.FETCHED_BYTES, backward._READ_ON_BYTES)
     count = most // np.dtype(dtype).itemsize // channels + 9
     dy, x = rng.standard_normal((2, count, channels), np.float32).astype(dtype)
     weight = rng.uniform(0.5, 2, channels).astype(np.float32)

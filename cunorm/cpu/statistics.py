@@ -62,7 +62,7 @@ from .pool import run
 from .sums import SAMPLED, sum_about, sum_of_sample, sums_about
 from .tasks import next_task, numbers, shared_kernel
 
-__all__ = ["FETCHED_BYTES", "moments", "update_running"]
+__all__ = ["moments", "update_running"]
 
 #: Rows of arrays of more bytes are fetched ahead also where they follow each other. Measured on
 #: Zen 5: smaller ones come from the third-level cache, and are slower so.
